@@ -1,0 +1,42 @@
+"""A leak: something that was due and did not come, with a name, a size and an age."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stopguard.ledger.accounts import Account, Ledger
+from stopguard.ledger.entries import Entry
+
+__all__ = ["Leak"]
+
+
+class Leak(msgspec.Struct, frozen=True, gc=False):
+    """An account of one request that was still open at its deadline.
+
+    `amount` is in the account's unit; `opened_by` is the entry that last filled the account from
+    zero; times are seconds on the book's monotonic clock. A leak stays a fact even if what was due
+    comes later: then the books hold an entry that says LATE.
+    """
+
+    request_id: str
+    engine: str
+    model: str
+    ledger: Ledger
+    account: Account
+    amount: int
+    due_at: float
+    found_at: float
+    opened_by: Entry
+    note: str = ""
+
+    def age_seconds(self, at: float) -> float:
+        """How long the account has been open at `at`."""
+        return at - self.opened_by.at
+
+    def describe(self, at: float) -> str:
+        """One line for people: what, how much, whose, how old, since what."""
+        return (
+            f"{self.ledger.label}.{self.account.label} {self.amount} {self.account.unit} of {self.request_id} "
+            f"({self.engine}, {self.model}), open for {self.age_seconds(at):.3f} s since entry "
+            f"{self.opened_by.sequence} ({self.opened_by})"
+        )

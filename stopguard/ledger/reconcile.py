@@ -1,0 +1,167 @@
+"""Reconciliation: our books against the engine's own gauges.
+
+The sum over our requests says what the engine should be doing; its gauges say what it does. Each
+difference has a side:
+
+* *orphans*: work in the engine that no known request owns;
+* *phantoms*: work that we believe in and the engine does not have.
+
+Neither is an error by itself (a gauge is sampled, a request is under way between the two books), so
+a difference is only reported as `persistent` when it was there, on the same side, in every one of
+the last `confirmations` comparisons. What one side cannot say is `None`, never zero.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from stopguard.ledger.accounts import Account, Ledger
+from stopguard.ledger.request import RequestLedgers
+
+__all__ = ["Difference", "EngineGauges", "Reconciler", "Reconciliation", "reconcile"]
+
+
+class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of itself at `at` (book seconds). `None` where it does not say.
+
+    `blocks_used` counts blocks that a request holds or that are behind a fence; what the prefix
+    cache keeps and would give away is not used. `request_ids` are the ids that the engine knows,
+    where it lists them (a probe's snapshot).
+    """
+
+    at: float
+    running: int | None = None
+    waiting: int | None = None
+    blocks_used: int | None = None
+    blocks_total: int | None = None
+    slots_used: int | None = None
+    request_ids: frozenset[str] | None = None
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """One ledger's comparison: what we expect, what the engine reports, and who has too much."""
+
+    ledger: Ledger
+    unit: str
+    expected: int | None
+    reported: int | None
+    orphans: int = 0
+    phantoms: int = 0
+    orphan_ids: tuple[str, ...] = ()
+    phantom_ids: tuple[str, ...] = ()
+
+    @property
+    def side(self) -> int:
+        """1 with orphans, -1 with phantoms, 0 when the books agree or one of them is silent."""
+        return (self.orphans > 0) - (self.phantoms > 0)
+
+
+class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
+    """All comparisons of one moment."""
+
+    at: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no comparison found an orphan or a phantom."""
+        return not any(difference.side for difference in self.differences)
+
+
+_IN_ENGINE = (
+    Account.QUEUE_WAITING,
+    Account.QUEUE_RUNNING,
+    Account.QUEUE_PREEMPTED,
+    Account.QUEUE_PAUSED,
+    Account.QUEUE_TRANSFERRING,
+)
+_SLOTS = (Account.KV_LORA, Account.KV_ENCODER, Account.KV_GRAMMAR, Account.KV_SPECULATIVE)
+
+
+def reconcile(requests: Iterable[RequestLedgers], gauges: EngineGauges) -> Reconciliation:
+    """Compare the requests of one engine with its gauges.
+
+    Blocks are compared exactly when every request that has a claim also has its blocks booked (a
+    probe speaks). With claims of unknown size only "somebody holds blocks although nobody should"
+    can be said: used blocks without any claim are orphans.
+    """
+    places = blocks = slots = claims = 0
+    sized = True
+    ids: set[str] = set()
+    for request in requests:
+        balances = request.balances
+        in_engine = sum(balances[account] for account in _IN_ENGINE)
+        places += in_engine
+        if in_engine:
+            ids.add(request.request_id)
+        held = balances[Account.KV_HELD] + balances[Account.KV_FENCED]
+        blocks += held
+        slots += sum(balances[account] for account in _SLOTS)
+        if balances[Account.KV_CLAIMED]:
+            claims += 1
+            sized = sized and held > 0
+    reported_places = None
+    if gauges.running is not None and gauges.waiting is not None:
+        reported_places = gauges.running + gauges.waiting
+    expected_blocks = blocks if sized or not claims else None
+    differences = [
+        _compare(Ledger.QUEUE, "places", places, reported_places, ids, gauges.request_ids),
+        _compare(Ledger.KV, "blocks", expected_blocks, gauges.blocks_used, set(), None),
+        _compare(Ledger.KV, "slots", slots, gauges.slots_used, set(), None),
+    ]
+    return Reconciliation(at=gauges.at, differences=tuple(differences))
+
+
+def _compare(
+    ledger: Ledger,
+    unit: str,
+    expected: int | None,
+    reported: int | None,
+    our_ids: set[str],
+    their_ids: frozenset[str] | None,
+) -> Difference:
+    if expected is None or reported is None:
+        return Difference(ledger=ledger, unit=unit, expected=expected, reported=reported)
+    orphan_ids = phantom_ids = frozenset[str]()
+    orphans, phantoms = max(0, reported - expected), max(0, expected - reported)
+    if their_ids is not None:
+        # Names beat numbers: one orphan and one phantom cancel out in the sums.
+        orphan_ids, phantom_ids = their_ids - our_ids, frozenset(our_ids) - their_ids
+        orphans, phantoms = max(orphans, len(orphan_ids)), max(phantoms, len(phantom_ids))
+    return Difference(
+        ledger=ledger,
+        unit=unit,
+        expected=expected,
+        reported=reported,
+        orphans=orphans,
+        phantoms=phantoms,
+        orphan_ids=tuple(sorted(orphan_ids)),
+        phantom_ids=tuple(sorted(phantom_ids)),
+    )
+
+
+class Reconciler:
+    """Comparisons over time: tells a lasting difference from one that was only under way."""
+
+    def __init__(self, confirmations: int = 3) -> None:
+        if confirmations < 1:
+            raise ValueError("a difference must be seen at least once")
+        self._history: deque[Reconciliation] = deque(maxlen=confirmations)
+
+    def add(self, reconciliation: Reconciliation) -> None:
+        """Remember one comparison."""
+        self._history.append(reconciliation)
+
+    def persistent(self) -> list[Difference]:
+        """The newest differences that were there, on the same side, in every remembered comparison."""
+        if len(self._history) < (self._history.maxlen or 1):
+            return []
+        result = []
+        for index, newest in enumerate(self._history[-1].differences):
+            sides = {comparison.differences[index].side for comparison in self._history}
+            if newest.side and sides == {newest.side}:
+                result.append(newest)
+        return result

@@ -1,0 +1,48 @@
+"""Evidence from outside: what an engine's aggregate numbers prove about our stops, and its death."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stopguard.ledger import EngineGauges, Evidence
+from stopguard.stops import movements
+from stopguard.stops.controller import NOTHING, STOPPING, Controller
+from stopguard.stops.effects import Effect, Observe
+
+__all__ = ["engine_died", "observe_gauges"]
+
+
+def observe_gauges(controller: Controller, engine: str, at: float, gauges: EngineGauges) -> Sequence[Effect]:
+    """If the engine runs no more requests than we have live ones there, every stop has happened.
+
+    That holds for the stops that were notified before the gauges were read. With one request more,
+    nothing can be said about any of them, and the gauges are wanted again.
+    """
+    members = controller.in_engine.get(engine)
+    if not members or gauges.running is None or gauges.waiting is None:
+        return NOTHING
+    stopping = [tracked for tracked in members.values() if tracked.machine.engine in STOPPING]
+    told = []
+    for tracked in stopping:
+        stop = tracked.ledgers.stop
+        if stop is not None and stop.notified_at is not None and stop.notified_at < gauges.at:
+            told.append(tracked)
+    if not told:
+        return NOTHING
+    if gauges.running + gauges.waiting > len(members) - len(stopping):
+        return (Observe(engine),)
+    effects: list[Effect] = []
+    for tracked in told:
+        effects += controller.acknowledged(tracked, at, Evidence.GAUGE)
+    return effects
+
+
+def engine_died(controller: Controller, engine: str, at: float, reason: str) -> Sequence[Effect]:
+    """The engine's process is gone, and with it everything that it held."""
+    effects: list[Effect] = []
+    for tracked in list(controller.in_engine.get(engine, {}).values()):
+        effects += controller.engine_lost(tracked, at, reason)
+        movements.release_engine_side(tracked.ledgers, at, Evidence.STREAM_CLOSED, "the engine is gone")
+        controller.forget_parts(tracked)
+        effects += controller.try_settle(tracked, at)
+    return effects
