@@ -77,15 +77,10 @@ class Book:
             raise DuplicateRequest(f"{request_id} is in the book already")
         if len(self._open) >= self.limits.open_requests:
             raise LimitReached("open requests", self.limits.open_requests, "wait for some to end, or raise the limit")
-        totals = self._totals_of(engine, model)
         request = RequestLedgers(
-            request_id,
-            at,
-            engine=engine,
-            model=model,
-            totals=totals,
-            entry_limit=self.limits.entries_per_request,
+            request_id, at, engine=engine, model=model, entry_limit=self.limits.entries_per_request
         )
+        request.totals = self._totals_of(engine, model)
         self._open[request_id] = request
         self._opened += 1
         return request
@@ -95,16 +90,20 @@ class Book:
         self._own(request)
         totals = self._totals_of(engine, model)
         if totals is not request.totals:
-            for number, amount in enumerate(request.balances):
-                if amount:
-                    request.totals[number] -= amount
-                    totals[number] += amount
+            previous = request.totals
+            for entry in request.entries:  # two of them, when a request is dispatched for the first time
+                if entry.state.moves:
+                    previous[entry.debit] += entry.amount
+                    previous[entry.credit] -= entry.amount
+                    totals[entry.debit] -= entry.amount
+                    totals[entry.credit] += entry.amount
             request.totals = totals
         request.engine, request.model = engine, model
 
     def settle(self, request: RequestLedgers, at: float) -> bool:
-        """Close the books of a request whose five ledgers are closed; False (and no change) if one is open."""
+        """Close the books of a request whose five ledgers are closed; False (and only a fold) if one is open."""
         self._own(request)
+        request.check_open(1, at)
         request.fold(at)
         if not request.all_closed:
             return False
@@ -119,7 +118,11 @@ class Book:
     def expire(self, request: RequestLedgers, at: float) -> list[Leak]:
         """Turn what is overdue into leaks. The request stays open until it settles or is written off."""
         self._own(request)
-        if request.request_id not in self._overdue and len(self._overdue) >= self.limits.overdue:
+        if (
+            len(self._overdue) >= self.limits.overdue
+            and request.request_id not in self._overdue
+            and any(not o.expired and (o.entry.due_at or 0.0) <= at for o in request.due())
+        ):
             raise LimitReached(
                 "overdue requests", self.limits.overdue, "write the oldest off: the engine leaks faster than it heals"
             )
@@ -163,6 +166,15 @@ class Book:
     def overdue(self) -> list[RequestLedgers]:
         """The requests with something overdue, the longest overdue first."""
         return list(self._overdue.values())
+
+    def longest_overdue(self) -> RequestLedgers | None:
+        """The request that has been overdue for the longest time."""
+        return next(iter(self._overdue.values()), None)
+
+    @property
+    def overdue_full(self) -> bool:
+        """Whether a further overdue request would be refused."""
+        return len(self._overdue) >= self.limits.overdue
 
     def recent(self) -> list[RequestLedgers]:
         """The requests closed lately, oldest first."""

@@ -61,7 +61,10 @@ class EntryState(enum.IntEnum):
     @property
     def moves(self) -> bool:
         """Whether an entry of this kind changes balances."""
-        return self not in (EntryState.PENDING, EntryState.VOIDED, EntryState.EXPIRED)
+        return self not in _STANDING
+
+
+_STANDING = (EntryState.PENDING, EntryState.VOIDED, EntryState.EXPIRED)
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):

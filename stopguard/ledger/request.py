@@ -17,6 +17,7 @@ timeout settles nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from stopguard.errors import LimitReached
@@ -57,6 +58,12 @@ _DELIVERED = Account.OUTPUT_DELIVERED
 _ENGINE_BYTES = Account.STREAM_ENGINE
 _BUFFERED = Account.STREAM_BUFFERED
 _SENT = Account.STREAM_SENT
+_ENDLESS = math.inf
+#: What ends a request is bounded by what was opened before, so it is never refused for the number of entries.
+_ALWAYS_ROOM = frozenset({EntryState.VOIDED, EntryState.EXPIRED, EntryState.WRITTEN_OFF})
+_NEVER_NEGATIVE = tuple(int(account) for account in ACCOUNTS if account.role is not Role.BOUNDARY)
+_FOLD_ENTRIES = 6
+_CLOSING_ENTRIES = 128
 
 
 class Obligation:
@@ -121,6 +128,8 @@ class RequestLedgers:
         totals: list[int] | None = None,
         entry_limit: int = 4096,
     ) -> None:
+        if not abs(at) < _ENDLESS:
+            raise TimeWentBackwards(f"{request_id}: books cannot be opened at {at}")
         self.request_id = request_id
         self.engine = engine
         self.model = model
@@ -176,6 +185,7 @@ class RequestLedgers:
     ) -> Entry:
         """Note that `amount` must move from `debit` to `credit` before `due_at`, and reserve it."""
         self._check(debit, credit, amount, at)
+        self._check_can_be_due(debit)
         if not due_at >= at:
             raise TimeWentBackwards(f"{self.request_id}: an obligation of {at:.6f} cannot be due earlier, at {due_at}")
         entry = self._record(debit, credit, amount, at, _PENDING, evidence, note, -1, due_at, None)
@@ -241,16 +251,19 @@ class RequestLedgers:
         This is how a release is booked, whether or not somebody was waiting for it. More than is in
         the account raises `Overdraft` (a release happens once) and changes nothing.
         """
+        if not self.obligations:
+            return [self.post(debit, credit, amount, at, evidence, note, occurred_at)]
         self._check_shape(debit, credit, amount, at)
         if debit < OPEN_ACCOUNT_COUNT and self.balances[debit] < amount:
             raise self._overdraft(debit, amount)
-        entries = []
-        rest = amount
-        for sequence, obligation in list((self.obligations or {}).items()):
+        parts, rest = [], amount
+        for sequence, obligation in self.obligations.items():
             if obligation.entry.debit is debit and rest:
-                part = min(rest, obligation.remaining)
-                entries.append(self.resolve(sequence, at, part, evidence, note, occurred_at, credit))
-                rest -= part
+                parts.append((sequence, min(rest, obligation.remaining)))
+                rest -= parts[-1][1]
+        if len(self.entries) + len(parts) + (rest > 0) > self.entry_limit:
+            raise self._moves_without_end()
+        entries = [self.resolve(s, at, part, evidence, note, occurred_at, credit) for s, part in parts]
         if rest:
             entries.append(self.post(debit, credit, rest, at, evidence, note, occurred_at))
         return entries
@@ -260,7 +273,9 @@ class RequestLedgers:
         if not 0 <= sequence < len(self.entries) or not self.entries[sequence].state.moves:
             raise NotPending(f"{self.request_id}: entry {sequence} moved nothing that could be corrected")
         wrong = self.entries[sequence]
-        self._check_open(wrong.amount, at)
+        self.check_open(wrong.amount, at)
+        if any(e.refers_to == sequence and e.state is EntryState.CORRECTION for e in self.entries[sequence:]):
+            raise NotPending(f"{self.request_id}: entry {sequence} was corrected already")
         free = self.balances[wrong.credit] - (self.reserved or {}).get(wrong.credit, 0)
         if wrong.credit.role is not Role.BOUNDARY and free < wrong.amount:
             raise self._overdraft(wrong.credit, wrong.amount)
@@ -286,49 +301,42 @@ class RequestLedgers:
         before = self._folded
         if now == before:
             return
-        self._check_open(1, at)
+        self.check_open(1, at)
         self._check_fold(now)
         if now[0] > before[0]:
             self._record(_MODEL, _IN_FLIGHT, now[0] - before[0], at, _POSTED, _NONE, "", -1, None, None)
         if now[1] > before[1]:
-            self._record(_IN_FLIGHT, _DELIVERED, now[1] - before[1], at, _POSTED, _NONE, "", -1, None, None)
+            self._fold_out(_IN_FLIGHT, _DELIVERED, now[1] - before[1], at, _NONE)
         if now[2] > before[2]:
             self._record(_ENGINE_BYTES, _BUFFERED, now[2] - before[2], at, _POSTED, _NONE, "", -1, None, None)
         if now[3] > before[3]:
-            self._record(_BUFFERED, _SENT, now[3] - before[3], at, _POSTED, _NONE, "", -1, None, None)
+            self._fold_out(_BUFFERED, _SENT, now[3] - before[3], at, _NONE)
         if now[4] > before[4]:
             self._record(_KV_POOL, _KV_HELD, now[4] - before[4], at, _POSTED, Evidence.PROBE, "", -1, None, None)
-        self._folded = (*now[:5], before[5])
         if now[5] > before[5]:
-            # A release may be awaited by an obligation, so it goes through `leave`.
-            self.leave(_KV_HELD, _KV_POOL, now[5] - before[5], at, Evidence.PROBE)
-            self._folded = now
+            self._fold_out(_KV_HELD, _KV_POOL, now[5] - before[5], at, Evidence.PROBE)
+        self._folded = now
+
+    def _fold_out(self, debit: Account, credit: Account, amount: int, at: float, evidence: Evidence) -> None:
+        if self.obligations:
+            self.leave(debit, credit, amount, at, evidence)
+        else:
+            self._record(debit, credit, amount, at, _POSTED, evidence, "", -1, None, None)
 
     # ---- deadlines -------------------------------------------------------------------------
 
     def expire(self, at: float) -> list[Leak]:
         """Every obligation whose deadline has passed becomes a leak; its amount stays open."""
         leaks: list[Leak] = []
+        self.check_open(1, at)
         for sequence, obligation in (self.obligations or {}).items():
             due_at = obligation.entry.due_at
             if obligation.expired or due_at is None or due_at > at:
                 continue
             pending = obligation.entry
-            self._check_shape(pending.debit, pending.credit, obligation.remaining, at)
-            self._record(
-                pending.debit,
-                pending.credit,
-                obligation.remaining,
-                at,
-                EntryState.EXPIRED,
-                _NONE,
-                pending.note,
-                sequence,
-                None,
-                None,
-            )
+            left, note = obligation.remaining, pending.note
+            self._record(pending.debit, pending.credit, left, at, EntryState.EXPIRED, _NONE, note, sequence, None, None)
             obligation.expired = True
-            opened_by = self._opened_by(pending.debit)
             leaks.append(
                 Leak(
                     request_id=self.request_id,
@@ -336,11 +344,11 @@ class RequestLedgers:
                     model=self.model,
                     ledger=pending.debit.ledger,
                     account=pending.debit,
-                    amount=obligation.remaining,
+                    amount=left,
                     due_at=due_at,
                     found_at=at,
-                    opened_by=opened_by,
-                    note=pending.note,
+                    opened_by=self._opened_by(pending.debit),
+                    note=note,
                 )
             )
         if leaks:
@@ -349,7 +357,8 @@ class RequestLedgers:
 
     def give_up(self, account: Account, at: float, reason: str) -> Entry | None:
         """Stop waiting for what is in one open account: it is written off, by an entry that says so."""
-        self._check_open(1, at)
+        self.check_open(1, at)
+        self._check_can_be_due(account)
         for sequence, obligation in list((self.obligations or {}).items()):
             if obligation.entry.debit is account:
                 if obligation.expired:
@@ -364,8 +373,12 @@ class RequestLedgers:
 
     def write_off(self, at: float, reason: str) -> None:
         """Give up on everything still open, and close the books. The request is never `settled`."""
-        self._check_open(1, at)
-        self.fold(at)
+        self.check_open(1, at)
+        limit, self.entry_limit = self.entry_limit, len(self.entries) + _FOLD_ENTRIES + len(self.obligations or ())
+        try:
+            self.fold(at)
+        finally:
+            self.entry_limit = limit
         for account in ACCOUNTS[:OPEN_ACCOUNT_COUNT]:
             self.give_up(account, at, reason)
         self.written_off = True
@@ -383,6 +396,11 @@ class RequestLedgers:
         """Whether something was due and has not come."""
         return self.obligations is not None and any(o.expired for o in self.obligations.values())
 
+    @property
+    def nearly_full(self) -> bool:
+        """Whether only the room is left that a stop and its release need: time to stop the request."""
+        return len(self.entries) >= self.entry_limit - min(_CLOSING_ENTRIES, self.entry_limit // 2)
+
     def ledger_closed(self, ledger: Ledger) -> bool:
         """Whether nothing is open in `ledger`."""
         return not any(self.balances[CLOSING_ACCOUNTS[ledger]])
@@ -396,10 +414,11 @@ class RequestLedgers:
         return list((self.obligations or {}).values())
 
     def mark(self, at: float, text: str) -> None:
-        """Note a moment in the timeline that moves nothing (a state change, an attempt)."""
-        if len(self.marks) >= self.entry_limit:
-            raise LimitReached("marks a request", self.entry_limit, f"{self.request_id} changes state without end")
-        self.marks.append((at, text))
+        """Note a moment in the timeline that moves nothing. At the limit the last mark says so."""
+        # Never refused: a stop must not fail because of a note.
+        if len(self.marks) < self.entry_limit:
+            full = len(self.marks) == self.entry_limit - 1
+            self.marks.append((at, f"no more marks: the limit of {self.entry_limit} is reached" if full else text))
 
     def record(self) -> RequestRecord:
         """Everything about the request as one value that a journal can keep."""
@@ -429,7 +448,7 @@ class RequestLedgers:
                 derived[entry.credit] += entry.amount
         if derived != self.balances:
             raise IllegalMovement(f"{self.request_id}: the balances do not follow from the entries")
-        if any(derived[account] < 0 for account in Account if account.role is not Role.BOUNDARY):
+        if any(derived[account] < 0 for account in _NEVER_NEGATIVE):
             raise Overdraft(f"{self.request_id}: an account went below zero")
 
     def describe(self, ledger: Ledger) -> str:
@@ -465,8 +484,8 @@ class RequestLedgers:
     ) -> Entry:
         entries = self.entries
         sequence = len(entries)
-        if sequence >= self.entry_limit:
-            raise LimitReached("entries a request", self.entry_limit, f"{self.request_id} moves without end")
+        if sequence >= self.entry_limit and state not in _ALWAYS_ROOM:
+            raise self._moves_without_end()
         entry = Entry(sequence, at, debit, credit, amount, state, evidence, note, refers_to, due_at, occurred_at)
         if state is _POSTED or state.moves:
             balances, totals = self.balances, self.totals
@@ -480,8 +499,8 @@ class RequestLedgers:
 
     def _check(self, debit: Account, credit: Account, amount: int, at: float) -> None:
         # Written out, not composed of the helpers below: this runs ten times a request.
-        if self.closed_at is not None or type(amount) is not int or amount <= 0 or not at >= self.last_at:
-            self._check_open(amount, at)
+        if self.closed_at is not None or type(amount) is not int or amount <= 0 or not self.last_at <= at < _ENDLESS:
+            self.check_open(amount, at)
         if (
             type(debit) is not Account
             or type(credit) is not Account
@@ -495,39 +514,44 @@ class RequestLedgers:
             if free < amount:
                 raise self._overdraft(debit, amount)
 
-    def _check_open(self, amount: object, at: float) -> None:
+    def check_open(self, amount: object, at: float) -> None:
+        """Raise what an entry of `amount` at `at` would raise before its accounts are looked at."""
         if self.closed_at is not None:
             word = "written off" if self.written_off else "settled"
             raise RequestClosed(f"{self.request_id} was {word} at {self.closed_at:.6f}; its books are closed")
         if type(amount) is not int or amount <= 0:
             raise InvalidAmount(f"{self.request_id}: an amount is a whole number above zero, not {amount!r}")
-        if not at >= self.last_at:
+        if not self.last_at <= at < _ENDLESS:
             raise TimeWentBackwards(
                 f"{self.request_id}: an entry of {at} cannot follow one of {self.last_at}: two clocks were mixed"
             )
 
     def _check_shape(self, debit: Account, credit: Account, amount: object, at: float) -> None:
-        self._check_open(amount, at)
-        if (
-            type(debit) is not Account
-            or type(credit) is not Account
-            or not LEGAL_MOVEMENT[debit * ACCOUNT_COUNT + credit]
-        ):
+        self.check_open(amount, at)
+        accounts = type(debit) is Account and type(credit) is Account
+        if not accounts or not LEGAL_MOVEMENT[debit * ACCOUNT_COUNT + credit]:
             raise self._illegal(debit, credit)
 
     def _check_fold(self, now: tuple[int, int, int, int, int, int]) -> None:
-        before, balances, reserved = self._folded, self.balances, self.reserved or {}
-        if any(n < b for n, b in zip(now, before, strict=True)):
+        before, balances = self._folded, self.balances
+        computed, delivered = now[0] - before[0], now[1] - before[1]
+        received, sent = now[2] - before[2], now[3] - before[3]
+        taken, returned = now[4] - before[4], now[5] - before[5]
+        if computed < 0 or delivered < 0 or received < 0 or sent < 0 or taken < 0 or returned < 0:
             raise InvalidAmount(f"{self.request_id}: a counter of the hot path went down: {before} → {now}")
-        computed, delivered, received, sent, taken, returned = (n - b for n, b in zip(now, before, strict=True))
-        if delivered > balances[_IN_FLIGHT] - reserved.get(_IN_FLIGHT, 0) + computed:
+        # What is reserved may leave, too: a fold resolves the obligations that it meets.
+        if delivered > balances[_IN_FLIGHT] + computed:
             raise self._overdraft(_IN_FLIGHT, delivered)
-        if sent > balances[_BUFFERED] - reserved.get(_BUFFERED, 0) + received:
+        if sent > balances[_BUFFERED] + received:
             raise self._overdraft(_BUFFERED, sent)
         if returned > balances[_KV_HELD] + taken:
             raise self._overdraft(_KV_HELD, returned)
-        if len(self.entries) + 6 + len(self.obligations or ()) > self.entry_limit:
-            raise LimitReached("entries a request", self.entry_limit, f"{self.request_id} moves without end")
+        if len(self.entries) + _FOLD_ENTRIES + len(self.obligations or ()) > self.entry_limit:
+            raise self._moves_without_end()
+
+    def _check_can_be_due(self, debit: Account) -> None:
+        if debit >= OPEN_ACCOUNT_COUNT:
+            raise IllegalMovement(f"{self.request_id}: nothing can be due from {debit.ledger.label}.{debit.label}")
 
     def _obligation(self, sequence: int) -> Obligation:
         obligation = (self.obligations or {}).get(sequence)
@@ -561,6 +585,9 @@ class RequestLedgers:
             elif entry.debit is account:
                 balance -= entry.amount
         return opened_by
+
+    def _moves_without_end(self) -> LimitReached:
+        return LimitReached("entries a request", self.entry_limit, f"{self.request_id} moves without end")
 
     def _illegal(self, debit: object, credit: object) -> IllegalMovement:
         return IllegalMovement(f"{self.request_id}: nothing can move from {debit!r} to {credit!r}")

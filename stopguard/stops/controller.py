@@ -336,7 +336,7 @@ class Controller:
         machine = tracked.machine
         ledgers = tracked.ledgers
         if ledgers.stop is not None:
-            movements.note_steps(ledgers, at)
+            movements.note_steps(ledgers)
         if machine.books not in (Books.SETTLING, Books.OVERDUE):
             return NOTHING
         if machine.engine is Engine.UNCONFIRMED and machine.client in CLIENT_ENDED and ledgers.all_closed:
@@ -570,9 +570,9 @@ class Controller:
             self.in_engine.get(tracked.profile.name, {}).pop(tracked.request_id, None)
 
     def forget_parts(self, tracked: Tracked) -> None:
-        for part in tracked.part_places or ():
+        for part in tracked.part_ids or ():
             self.parts.pop(part, None)
-        tracked.part_places = None
+        tracked.part_places = tracked.part_ids = None
 
     def arm(self, tracked: Tracked, kind: TimerKind, due_at: float) -> None:
         self.disarm(tracked, kind)

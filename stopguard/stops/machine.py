@@ -213,6 +213,7 @@ ENGINE_TABLE: Mapping[Engine, Mapping[EngineEvent, Engine]] = {
     Engine.DISPATCHED: {
         EngineEvent.PREEMPT_SENT: Engine.PREEMPTING,
         EngineEvent.PREEMPTED: Engine.PARKED,  # by the engine's own scheduler
+        EngineEvent.SHELVED: Engine.SHELVED,  # its preemption was given up on, and came after all
         EngineEvent.PREEMPT_REFUSED: Engine.DISPATCHED,
         EngineEvent.RESUMED: Engine.DISPATCHED,
         EngineEvent.ABORT_SENT: Engine.ABORTING,

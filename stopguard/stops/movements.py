@@ -64,6 +64,8 @@ _DUE_TO: dict[Account, Account] = {
     _IN_FLIGHT: _DISCARDED,
 }
 
+_BLOCKS_AND_SLOTS = (Account.KV_HELD, Account.KV_FENCED, Account.KV_HOST, *SLOT_ACCOUNTS)
+
 
 def admit(ledgers: RequestLedgers, at: float) -> None:
     """The client is connected and its request waits in StopGuard."""
@@ -161,10 +163,16 @@ def release_engine_side(ledgers: RequestLedgers, at: float, evidence: Evidence, 
 
 def release_engine_side_but_output(ledgers: RequestLedgers, at: float, evidence: Evidence) -> None:
     """As `release_engine_side`, for a request whose client still gets what is in flight."""
-    for account, target in _DUE_TO.items():
-        amount = ledgers.balances[account]
-        if amount and account is not _IN_FLIGHT:
-            ledgers.leave(account, target, amount, at, evidence)
+    balances = ledgers.balances
+    for account in PLACES_IN_ENGINE:
+        if balances[account]:
+            ledgers.leave(account, _GONE, balances[account], at, evidence)
+    if balances[_CLAIMED]:
+        ledgers.leave(_CLAIMED, _CLAIMABLE, balances[_CLAIMED], at, evidence)
+    if any(balances[Account.KV_HELD : Account.KV_SPECULATIVE + 1]):
+        for account in _BLOCKS_AND_SLOTS:
+            if balances[account]:
+                ledgers.leave(account, _DUE_TO[account], balances[account], at, evidence)
 
 
 def expect_connection_end(ledgers: RequestLedgers, at: float, due_at: float) -> None:
@@ -202,12 +210,22 @@ def give_up_engine_side(ledgers: RequestLedgers, at: float, reason: str) -> None
         ledgers.give_up(account, at, reason)
 
 
-def note_steps(ledgers: RequestLedgers, at: float) -> None:
-    """Fill in the steps of the stop that have been reached by `at`."""
+def note_steps(ledgers: RequestLedgers) -> None:
+    """Fill in which steps of the stop have been reached, and when: at the last movement of a ledger that is closed.
+
+    A step can be undone (a token that was in flight is computed after the stop), so it is derived
+    from the entries each time and not remembered from the first moment at which it looked done.
+    """
     stop = ledgers.stop
-    if stop is None:
-        return
-    if stop.output_settled_at is None and ledgers.ledger_closed(Ledger.OUTPUT):
-        stop.output_settled_at = at
-    if stop.released_at is None and ledgers.ledger_closed(Ledger.KV):
-        stop.released_at = at
+    if stop is not None:
+        stop.output_settled_at = _closed_at(ledgers, Ledger.OUTPUT, stop.observed_at)
+        stop.released_at = _closed_at(ledgers, Ledger.KV, stop.observed_at)
+
+
+def _closed_at(ledgers: RequestLedgers, ledger: Ledger, observed_at: float) -> float | None:
+    if not ledgers.ledger_closed(ledger):
+        return None
+    for entry in reversed(ledgers.entries):
+        if entry.debit.ledger is ledger and entry.state.moves:
+            return max(observed_at, entry.at)
+    return observed_at

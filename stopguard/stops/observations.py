@@ -40,6 +40,7 @@ _SLOT: dict[str, Account] = {
     "grammar": Account.KV_GRAMMAR,
     "speculative": Account.KV_SPECULATIVE,
 }
+_SET_ASIDE = (Account.QUEUE_PREEMPTED, Account.QUEUE_PAUSED)
 #: Events that may rightly come after a request was settled: the engine's second word about a thing that is over.
 _HARMLESS_LATE = (wire.AbortArrived, wire.AbortNoop, wire.AbortApplied, wire.Finished)
 
@@ -91,16 +92,17 @@ def _nobody(controller: Controller, engine: str, at: float, event: wire.Event) -
 
 
 def _added(controller: Controller, tracked: Tracked, event: wire.Added, at: float) -> Sequence[Effect]:
-    if tracked.part_places is None:
-        tracked.part_places = {}
-    if event.request_id in tracked.part_places:
+    if tracked.part_places is None or tracked.part_ids is None:
+        tracked.part_places, tracked.part_ids = {}, []
+    if event.request_id in tracked.part_ids:
         controller.anomalies.record(at, tracked.request_id, f"{event.request_id} was added twice")
         return NOTHING
     ledgers = tracked.ledgers
     # The first part takes the place that was booked at dispatch; each further one needs its own.
-    if tracked.part_places or tracked.parts_finished or not ledgers.balances[Account.QUEUE_WAITING]:
+    if tracked.part_ids or not ledgers.balances[Account.QUEUE_WAITING]:
         ledgers.post(Account.QUEUE_ARRIVALS, Account.QUEUE_WAITING, 1, at, _PROBE, event.request_id)
     tracked.part_places[event.request_id] = Account.QUEUE_WAITING
+    tracked.part_ids.append(event.request_id)
     controller.parts[event.request_id] = tracked
     ledgers.mark(at, f"the scheduler has {event.request_id} ({event.prompt_tokens} prompt tokens)")
     if tracked.machine.engine in (Engine.ABORTING, Engine.UNCONFIRMED):
@@ -121,7 +123,6 @@ def _moved(controller: Controller, tracked: Tracked, event: wire.Moved, at: floa
     if event.place == "gone":
         ledgers.leave(source, Account.QUEUE_GONE, 1, at, _PROBE, "", event.at)
         del places[event.request_id]
-        controller.parts.pop(event.request_id, None)
         if not places:
             claims = ledgers.balances[Account.KV_CLAIMED]
             if claims:
@@ -229,14 +230,15 @@ def _abort_refused(controller: Controller, tracked: Tracked, event: wire.AbortRe
 
 def _preempted(controller: Controller, tracked: Tracked, event: wire.Preempted, at: float) -> Sequence[Effect]:
     tracked.ledgers.tokens_recomputed += event.recompute_tokens
-    if tracked.part_places is not None and len(tracked.part_places) > 1:
+    siblings = [place for part, place in (tracked.part_places or {}).items() if part != event.request_id]
+    if any(place not in _SET_ASIDE for place in siblings):
         return NOTHING  # one child waits, the request goes on
     return preemptions.preempted(controller, tracked, at)
 
 
 def _resumed(controller: Controller, tracked: Tracked, event: wire.Resumed, at: float) -> Sequence[Effect]:
-    if tracked.part_places is not None and len(tracked.part_places) > 1:
-        return NOTHING
+    if tracked.machine.engine is Engine.DISPATCHED:
+        return NOTHING  # a child came back; the request never went away
     return preemptions.resumed(controller, tracked, at)
 
 
@@ -255,7 +257,6 @@ def _part_over(
         finished = tracked.parts_over = {}
     if part not in finished:
         finished[part] = aborted
-        tracked.parts_finished = len(finished)
     alive = [name for name in (tracked.part_places or ()) if name not in finished]
     if alive:
         return NOTHING

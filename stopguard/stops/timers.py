@@ -53,6 +53,11 @@ class TimerWheel(Generic[T]):
     def __len__(self) -> int:
         return self._armed
 
+    @property
+    def now(self) -> float:
+        """Where the wheel stands."""
+        return self._at
+
     def set(self, payload: T, due_at: float) -> Timer[T]:
         """Arm a timer. One that is due already fires at the next `advance`."""
         if self._armed >= self._limit:
@@ -114,4 +119,5 @@ class TimerWheel(Generic[T]):
         return (self._now_tick + slots) * self._tick_seconds
 
     def _tick_of(self, at: float) -> int:
-        return int(at / self._tick_seconds)
+        # A time that `next_due` gave is a whole number of ticks, and must not be rounded to the tick before it.
+        return int(at / self._tick_seconds + 1e-6)

@@ -92,8 +92,8 @@ class Tracked:
         "muted",
         "output_started",
         "owner",
+        "part_ids",
         "part_places",
-        "parts_finished",
         "parts_over",
         "preemptions",
         "profile",
@@ -126,7 +126,7 @@ class Tracked:
         self.timers: dict[TimerKind, Timer[Any]] | None = None
         self.deadlines: dict[DeadlineKind, tuple[Timer[Any], float]] | None = None
         self.part_places: dict[str, Account] | None = None
-        self.parts_finished = 0
+        self.part_ids: list[str] | None = None
         self.parts_over: dict[str, bool] | None = None
 
         self.owner: Any = None

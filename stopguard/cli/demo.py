@@ -1,0 +1,282 @@
+"""`stopguard demo`: a seeded storm of stops and its settled book; then the same with a fault, and the leak found.
+
+Everything runs in this process and in virtual time: clients, StopGuard's heart, and the reference engine with
+the stop behaviour of the engine that `--policy` names. The same seed gives the same storm.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from stopguard.ledger import RequestRecord
+    from stopguard.ledger.journal import Journal
+    from stopguard.testing import Storm, StormReport
+
+__all__ = ["command"]
+
+SCHEMA_VERSION = 1
+DEFAULT_FAULT = "blocks-leaked-on-abort"
+_REDRAW_EVERY = 200
+_PLAIN_WIDTH = 120
+
+
+@click.command()
+@click.option("--seed", type=click.IntRange(0), default=7, show_default=True, help="The storm to run.")
+@click.option("--requests", type=click.IntRange(1, 20_000), default=240, show_default=True, help="How many clients.")
+@click.option("--policy", default="vllm", show_default=True, help="The engine whose way to stop is imitated.")
+@click.option("--fault", default=DEFAULT_FAULT, show_default=True, help="What is broken in the second storm.")
+@click.option("--journal", type=click.Path(path_type=Path, dir_okay=False), help="Keep the books here, for `explain`.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--trace", is_flag=True, help="Print one line a transition instead of a progress bar.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    seed: int,
+    requests: int,
+    policy: str,
+    fault: str,
+    journal: Path | None,
+    form: str,
+    trace: bool,
+) -> None:
+    """Run a storm of stops on a healthy engine, then on a broken one, and show both books.
+
+    Ends with 0 when the healthy storm settled whole and the fault of the second one was found, else with 1.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=form == "json", highlight=False)
+    if not console.is_terminal:
+        console = Console(stderr=form == "json", highlight=False, width=_PLAIN_WIDTH)
+    healthy = _run(console, seed, requests, policy, (), journal, trace=trace)
+    if form == "text":
+        _print_report(console, healthy, f"A healthy engine ({policy}'s way to stop)")
+    broken = _run(console, seed, requests, policy, (fault,), None, trace=trace)
+    if form == "text":
+        _print_report(console, broken, f"The same storm, with the fault [bold]{fault}[/]")
+        _print_finding(console, broken, fault)
+        if journal is not None and healthy.example is not None:
+            console.print(
+                f"\nRead any of it again:  [bold]stopguard explain {healthy.example.request_id} --journal {journal}[/]"
+            )
+    else:
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "healthy": report_document(healthy),
+            "faulty": report_document(broken),
+        }
+        click.echo(json.dumps(document, indent=2))
+    ctx.exit(0 if healthy.clean and not broken.clean else 1)
+
+
+def _run(
+    console: Console,
+    seed: int,
+    requests: int,
+    policy: str,
+    faults: tuple[str, ...],
+    journal: Path | None,
+    *,
+    trace: bool,
+) -> StormReport:
+    from stopguard.testing import Storm, StormConfig, plan_storm
+
+    storm = Storm(
+        plan_storm(seed, requests),
+        StormConfig(policy=policy, faults=faults),
+        on_line=click.echo if trace else None,
+    )
+    kept = _open_journal(journal, storm)
+    try:
+        if trace:
+            while storm.advance():
+                pass
+        else:
+            _follow(console, storm, requests)
+        return storm.finish()
+    finally:
+        if kept is not None:
+            kept.close(timeout_seconds=10.0)
+
+
+def _open_journal(path: Path | None, storm: Storm) -> Journal | None:
+    if path is None:
+        return None
+    from stopguard.ledger.journal import Journal
+
+    journal = Journal.open(path, policy="all", monotonic_clock=lambda: storm.clock.now)
+    storm.on_closed = journal.settled
+    return journal
+
+
+def _follow(console: Console, storm: Storm, requests: int) -> None:
+    """Run the storm under a progress bar (plain lines where there is no terminal)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    if not console.is_terminal:
+        shown = -1
+        while storm.advance():
+            tenth = storm.settled * 10 // requests
+            if tenth > shown:
+                shown = tenth
+                console.print(_state_line(storm, requests))
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("settled", total=requests, state="")
+        steps = 0
+        while storm.advance():
+            steps += 1
+            if steps % _REDRAW_EVERY == 0:
+                progress.update(task, completed=storm.settled, state=_open_line(storm))
+        progress.update(task, completed=storm.settled, state=_open_line(storm))
+
+
+def _state_line(storm: Storm, requests: int) -> str:
+    return f"{storm.clock.elapsed_seconds:7.2f} s  settled {storm.settled}/{requests}  {_open_line(storm)}"
+
+
+def _open_line(storm: Storm) -> str:
+    counts = storm.book.statistics()
+    ledgers = " ".join(f"{ledger.label} {number}" for ledger, number in counts.open_ledgers.items())
+    return f"open {counts.open_requests} ({ledgers})  leaks {counts.leaks_found}"
+
+
+# ---- what is printed ----------------------------------------------------------------------------
+
+
+def _print_report(console: Console, report: StormReport, title: str) -> None:
+    console.print()
+    console.rule(f"[bold]{title}[/]", align="left")
+    console.print(
+        f"{report.requests} requests closed in {report.elapsed_seconds:.1f} s of the engine's time, "
+        f"{report.steps} steps, {report.preemptions} preemptions (seed {report.seed})\n"
+    )
+    console.print(_endings_table(report))
+    if report.step_times:
+        console.print(_steps_table(report))
+    tokens = report.tokens
+    console.print(
+        f"Tokens: {tokens['delivered']} delivered, [bold]{report.tokens_wasted}[/] wasted "
+        f"({tokens['discarded']} discarded, {tokens['stale']} stale), {report.tokens_recomputed} recomputed"
+    )
+    _print_leaks(console, report)
+    example = report.example if not report.leaks else None
+    if example is not None:
+        console.print("\nOne stop, over its five ledgers:")
+        _print_timeline(console, example)
+
+
+def _endings_table(report: StormReport) -> Table:
+    table = _table("stops by semantics", "outcome", "requests")
+    for (semantics, outcome), number in sorted(report.endings.items()):
+        good = outcome in ("confirmed", "raced_finish")
+        table.add_row(semantics, outcome if good else f"[red]{outcome}[/]", str(number))
+    return table
+
+
+def _steps_table(report: StormReport) -> Table:
+    table = _table("step (ms after the stop was observed)", "stops", "p50", "p99")
+    for name, times in report.step_times.items():
+        table.add_row(name, str(times.count), f"{times.p50_ms:.1f}", f"{times.p99_ms:.1f}")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number and column != "outcome" else "left")
+    return table
+
+
+def _print_leaks(console: Console, report: StormReport, limit: int = 5) -> None:
+    engine = "holds nothing" if report.engine_settled else "[red]still holds something[/]"
+    if report.snapshot is None:
+        engine = "[red]is dead[/]"
+    if report.clean:
+        console.print(f"Leaks: [bold green]none[/]. The book is settled; the engine {engine}.")
+        return
+    console.print(f"Leaks: [bold red]{len(report.leaks)}[/]. The engine {engine}.")
+    for line in report.leak_lines[:limit]:
+        console.print(f"  [red]LEAK[/] {line}")
+    if len(report.leak_lines) > limit:
+        console.print(f"  … and {len(report.leak_lines) - limit} more")
+    for label, lines in (
+        ("BOOK ERROR", report.book_errors),
+        ("CROSS-TALK", report.crosstalk),
+        ("CRASH", report.crashes),
+        ("UNFINISHED", report.unfinished),
+    ):
+        for line in lines[:limit]:
+            console.print(f"  [red]{label}[/] {line}")
+
+
+def _print_finding(console: Console, report: StormReport, fault: str) -> None:
+    console.print()
+    if report.clean:
+        console.print(f"[bold red]The fault {fault} was not found.[/]")
+        return
+    ledgers = ", ".join(f"{ledger.label} {number}" for ledger, number in sorted(report.leaks_by_ledger().items()))
+    console.print(f"Found: [bold]{fault}[/]" + (f" (leaks by ledger: {ledgers})" if ledgers else ""))
+    if report.leaky_example is not None:
+        console.print("One of its requests:")
+        _print_timeline(console, report.leaky_example)
+
+
+def _print_timeline(console: Console, record: RequestRecord) -> None:
+    from stopguard.ledger.timeline import duration, timeline, verdict
+
+    table = _table("after", "ledger", "what", "amount", "evidence")
+    table.columns[1].justify = table.columns[2].justify = table.columns[4].justify = "left"
+    for row in timeline(record):
+        amount = f"{row.amount} {row.unit}" if row.amount is not None else ""
+        table.add_row(
+            f"+{duration(row.since_open_seconds)}",
+            row.ledger,
+            row.what if row.ledger else f"[italic]{row.what}[/]",
+            amount,
+            row.evidence,
+        )
+    console.print(table)
+    console.print(f"{record.request_id}: {verdict(record).text}")
+
+
+def report_document(report: StormReport) -> dict[str, Any]:
+    """A report as plain data, for `--format json`."""
+    return {
+        "seed": report.seed,
+        "policy": report.policy,
+        "faults": list(report.faults),
+        "clean": report.clean,
+        "requests": report.requests,
+        "elapsed_seconds": round(report.elapsed_seconds, 6),
+        "endings": [
+            {"semantics": semantics, "outcome": outcome, "requests": number}
+            for (semantics, outcome), number in sorted(report.endings.items())
+        ],
+        "steps_ms": {
+            name: {"stops": times.count, "p50": round(times.p50_ms, 3), "p99": round(times.p99_ms, 3)}
+            for name, times in report.step_times.items()
+        },
+        "tokens": report.tokens,
+        "tokens_wasted": report.tokens_wasted,
+        "tokens_recomputed": report.tokens_recomputed,
+        "preemptions": report.preemptions,
+        "leaks": report.leak_lines,
+        "book_errors": report.book_errors,
+        "crosstalk": report.crosstalk,
+        "crashes": report.crashes,
+        "unfinished": report.unfinished,
+        "engine_settled": report.engine_settled,
+    }
