@@ -18,9 +18,10 @@ from stopguard.ledger.errors import (
     UnknownRequest,
 )
 from stopguard.ledger.leaks import Leak
+from stopguard.ledger.obligations import Obligation
 from stopguard.ledger.reconcile import Difference, EngineGauges, Reconciler, Reconciliation, reconcile
 from stopguard.ledger.record import Mark, RequestRecord, StopSummary, decode_record, encode_record
-from stopguard.ledger.request import Obligation, RequestLedgers
+from stopguard.ledger.request import RequestLedgers
 
 __all__ = [
     "Account",

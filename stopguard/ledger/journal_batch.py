@@ -38,8 +38,9 @@ _NOT_NORMAL = frozenset({"raced_finish", "unconfirmed", "failed"})
 #: SQLite adds 64-bit integers and falls over to floats without a word; no real sum comes near.
 _SUM_MAX = 1 << 52
 
-RequestRow = tuple[int, str, int, str, int, float, bytes]
-LeakRow = tuple[int, str, str, float, bytes]
+# Without the run, which is that of the file they go to: it may be begun anew while they wait.
+RequestRow = tuple[str, int, str, int, float, bytes]
+LeakRow = tuple[str, str, float, bytes]
 
 encode_leak = msgspec.msgpack.Encoder().encode
 
@@ -142,7 +143,7 @@ class Batch:
     def __bool__(self) -> bool:
         return bool(len(self) or self.sums or self.closed_books)
 
-    def add_request(self, run: int, request: RequestLedgers, closed_at_wall: float) -> None:
+    def add_request(self, request: RequestLedgers, closed_at_wall: float) -> None:
         """Closed books, which never change any more."""
         kind = kind_of(request)
         if not kind:
@@ -155,10 +156,10 @@ class Batch:
         state = WRITTEN_OFF if request.written_off else SETTLED
         leaks = len(request.leaks or ())
         rows = self.kept if kind else self.normal
-        rows.append((run, request.request_id, state, kind, leaks, closed_at_wall, body))
+        rows.append((request.request_id, state, kind, leaks, closed_at_wall, body))
         self._grew(len(body))
 
-    def add_leak(self, run: int, leak: Leak, found_at_wall: float) -> None:
+    def add_leak(self, leak: Leak, found_at_wall: float) -> None:
         """A leak, on the day it is found; the record of its request has it again."""
         try:
             body = seal(encode_leak(leak))
@@ -168,7 +169,7 @@ class Batch:
         if len(body) > self.limits.record_bytes:
             self.dropped["record too large"] += 1
             return
-        self.leaks.append((run, leak.request_id, leak.ledger.label, found_at_wall, body))
+        self.leaks.append((leak.request_id, leak.ledger.label, found_at_wall, body))
         self._grew(len(body))
 
     def body_of(self, request: RequestLedgers) -> bytes | None:
@@ -216,7 +217,7 @@ class Batch:
         row[1] += request.tokens_computed
         row[2] += request.tokens_delivered
         row[3] += request.tokens_recomputed
-        row[4] += request.last_at - request.opened_at if request.closed_at is None else request.closed_at - request.opened_at
+        row[4] += (request.last_at if request.closed_at is None else request.closed_at) - request.opened_at
 
     def _grew(self, size: int) -> None:
         self.row_bytes += size

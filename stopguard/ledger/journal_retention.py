@@ -84,8 +84,9 @@ class Retention:
         # A cushion of free pages is kept: at the limit every flush frees what the next one needs.
         cushion = max(16, min(1024, self.limits.file_bytes // PAGE_BYTES // 8))
         surplus = _pragma(connection, "freelist_count") - cushion
-        if surplus > 0:
-            connection.execute(f"PRAGMA incremental_vacuum({min(surplus, _PAGES_A_FLUSH)})").fetchall()
+        # A page a call: sqlite3 takes one step of a statement without columns, which is one page whatever N says.
+        for _ in range(min(surplus, _PAGES_A_FLUSH)):
+            connection.execute("PRAGMA incremental_vacuum(1)")
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:

@@ -4,8 +4,9 @@ Anybody may open the file with `sqlite3`. The tables:
 
 * `runs`        one row a process that wrote: pid, version, policy, what its monotonic clock was
                 worth in wall time, its last flush, and whether it closed cleanly;
-* `requests`    closed books, in the order of writing: state, kind (`cancel`, `preempt`, `fail`, or
-                empty for a normal finish), and the whole record as `body`;
+* `requests`    closed books, in the order of writing: state, kind (why they are kept: `cancel`,
+                `preempt`, `finish`, `fail`, `leak`, or empty for a normal finish), and the whole
+                record as `body`;
 * `open_books`  books that were open at the last flush; emptied into `requests` as `abandoned` by
                 the next run;
 * `leaks`       one row a leak, as it was found;
@@ -76,6 +77,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
         )""",
         "CREATE INDEX requests_by_id ON requests (request_id)",
         "CREATE INDEX requests_stopped ON requests (number) WHERE kind <> ''",
+        "CREATE INDEX requests_abandoned ON requests (number) WHERE state = 2",
         # No index by id: at most as many rows as requests are open, and a row lives for seconds.
         """CREATE TABLE open_books (
             number INTEGER PRIMARY KEY,

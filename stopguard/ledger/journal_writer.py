@@ -36,7 +36,7 @@ from stopguard.ledger.journal_batch import Batch, kind_of
 from stopguard.ledger.journal_errors import JournalBusy, storage_error
 from stopguard.ledger.journal_lock import JournalLock
 from stopguard.ledger.journal_retention import Retention
-from stopguard.ledger.journal_schema import PAGE_BYTES, connect_for_writing
+from stopguard.ledger.journal_schema import connect_for_writing
 from stopguard.ledger.leaks import Leak
 from stopguard.ledger.request import RequestLedgers
 
@@ -82,7 +82,8 @@ class _OpenBook:
 class JournalWriter:
     """Everything on the far side of the queue. Made and started by `Journal`, which is its only user.
 
-    All attributes are written by the writer thread alone; the facade reads single values of them.
+    All attributes but `settles_refused` and `leaks_refused`, which the facade counts, are written by the
+    writer thread alone; the facade reads single values of them.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class JournalWriter:
         self.failing: StorageError | None = None
         self.failing_since: float | None = None
         self.settles_refused = 0
+        self.leaks_refused = 0
         self._connection: sqlite3.Connection | None = connection
         self._inode = _inode_of(path)
         self._lock = lock
@@ -174,7 +176,8 @@ class JournalWriter:
             ticket = self._asked
         try:
             self._flush(forced=last or ticket > self._answered, last=last)
-        except Exception as error:  # noqa: BLE001 - the thread must outlive its own bugs, and say so
+        except Exception as error:
+            # The thread must outlive its own bugs, and say so.
             self.batch.drop_everything("bug in the journal")
             self._fail(StorageError(f"{self.path}: bug in the journal: {type(error).__name__}: {error}"))
         finally:
@@ -218,7 +221,7 @@ class JournalWriter:
         for _ in range(len(queue)):
             operation, subject = queue.popleft()
             if isinstance(subject, Leak):
-                self.batch.add_leak(self.run, subject, subject.found_at + to_wall)
+                self.batch.add_leak(subject, subject.found_at + to_wall)
                 continue
             if operation == SETTLED:
                 book = books.pop(subject.request_id, None)
@@ -232,7 +235,7 @@ class JournalWriter:
             book = books.get(subject.request_id)
             if book is not None:
                 book.moved = True
-            elif subject.closed_at is None or operation == OPENED:
+            elif subject.closed_at is None:  # else it is over already, and its settling comes next
                 if len(books) < self.limits.open_books:
                     books[subject.request_id] = _OpenBook(subject)
                 else:
@@ -241,7 +244,7 @@ class JournalWriter:
     def _close_book(self, request: RequestLedgers) -> None:
         start = self.start_of_run
         closed_at = request.last_at if request.closed_at is None else request.closed_at
-        self.batch.add_request(self.run, request, closed_at - start.monotonic_anchor + start.wall_anchor)
+        self.batch.add_request(request, closed_at - start.monotonic_anchor + start.wall_anchor)
 
     def _adopt_forgotten(self) -> None:
         """Books that we know, that are closed, and whose settling found the queue full: they are not lost."""
@@ -275,9 +278,11 @@ class JournalWriter:
         self, moved: list[_OpenBook], flushed_through: float, *, last: bool
     ) -> list[tuple[_OpenBook, int, int, int]]:
         """Everything that waits, or nothing. Returns what is now known of the open books on the disk."""
-        connection = self._reachable()
-        if moved and not moved[0].number and self._next_number == 1:
+        connection = self._connection
+        if connection is None or _inode_of(self.path) != self._inode:
+            connection = self._begin_file()
             moved = self._moved_books()
+        self._limit_log(connection)
         rows, written = self._open_rows(moved, flushed_through)
         batch = self.batch
         try:
@@ -286,12 +291,13 @@ class JournalWriter:
             if batch.normal or batch.kept:
                 connection.executemany(
                     "INSERT INTO requests (run, request_id, state, kind, leaks, written_at, body) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    f"VALUES ({self.run}, ?, ?, ?, ?, ?, ?)",
                     batch.normal + batch.kept,
                 )
             if batch.leaks:
                 connection.executemany(
-                    "INSERT INTO leaks (run, request_id, ledger, written_at, body) VALUES (?, ?, ?, ?, ?)", batch.leaks
+                    f"INSERT INTO leaks (run, request_id, ledger, written_at, body) VALUES ({self.run}, ?, ?, ?, ?)",
+                    batch.leaks,
                 )
             if batch.sums:
                 connection.executemany(_ADD_TO_SUMS, [(*key, *row) for key, row in batch.sums.items()])
@@ -307,16 +313,17 @@ class JournalWriter:
                     flushed_through,
                     flushed_through if last else None,
                     len(batch) + len(rows),
-                    batch.dropped.total() + self.settles_refused - self.adopted,
+                    batch.dropped.total() + self.settles_refused + self.leaks_refused - self.adopted,
                     self.run,
                 ),
             )
             connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except BaseException as error:
             _roll_back(connection)
-            raise storage_error(error, self.path) from error
-        except BaseException:
-            _roll_back(connection)
+            for book in moved:
+                book.moved = True
+            if isinstance(error, sqlite3.Error):
+                raise storage_error(error, self.path) from error
             raise
         self.file_bytes = _size_of(self.path)
         return written
@@ -361,26 +368,24 @@ class JournalWriter:
         self.run = cursor.lastrowid
         self.file_bytes = _size_of(self.path)
 
-    def _reachable(self) -> sqlite3.Connection:
-        """The connection, to a new file when the old one is gone from its path."""
-        if self._connection is None or _inode_of(self.path) != self._inode:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-            connection = connect_for_writing(self.path)
-            try:
-                self._begin_run(connection)
-            except BaseException:
-                connection.close()
-                raise
-            self._connection = connection
-            self._inode = _inode_of(self.path)
-            self._next_number = 1
-            self.batch.closed_books.clear()
-            for book in self.open.values():
-                book.number, book.moved = 0, True
-        self._limit_log(self._connection)
-        return self._connection
+    def _begin_file(self) -> sqlite3.Connection:
+        """A connection to a new file: the old one is gone from its path."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        connection = connect_for_writing(self.path)
+        try:
+            self._begin_run(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+        self._inode = _inode_of(self.path)
+        self._next_number = 1
+        self.batch.closed_books.clear()
+        for book in self.open.values():
+            book.number, book.moved = 0, True
+        return connection
 
     def _limit_log(self, connection: sqlite3.Connection) -> None:
         log = self.path.with_name(self.path.name + "-wal")
@@ -460,6 +465,3 @@ def _bytes_of(path: Path) -> int:
 
 def _size_of(path: Path) -> int:
     return _bytes_of(path) + _bytes_of(path.with_name(path.name + "-wal"))
-
-
-assert PAGE_BYTES

@@ -54,9 +54,9 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     phantom_ids: tuple[str, ...] = ()
 
     @property
-    def side(self) -> int:
-        """1 with orphans, -1 with phantoms, 0 when the books agree or one of them is silent."""
-        return (self.orphans > 0) - (self.phantoms > 0)
+    def agrees(self) -> bool:
+        """Whether neither side has too much (or one of them is silent)."""
+        return not self.orphans and not self.phantoms
 
 
 class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def agrees(self) -> bool:
         """Whether no comparison found an orphan or a phantom."""
-        return not any(difference.side for difference in self.differences)
+        return all(difference.agrees for difference in self.differences)
 
 
 _IN_ENGINE = (
@@ -106,6 +106,8 @@ def reconcile(requests: Iterable[RequestLedgers], gauges: EngineGauges) -> Recon
     reported_places = None
     if gauges.running is not None and gauges.waiting is not None:
         reported_places = gauges.running + gauges.waiting
+    elif gauges.request_ids is not None:
+        reported_places = len(gauges.request_ids)
     expected_blocks = blocks if sized or not claims else None
     differences = [
         _compare(Ledger.QUEUE, "places", places, reported_places, ids, gauges.request_ids),
@@ -161,7 +163,7 @@ class Reconciler:
             return []
         result = []
         for index, newest in enumerate(self._history[-1].differences):
-            sides = {comparison.differences[index].side for comparison in self._history}
-            if newest.side and sides == {newest.side}:
+            seen = [comparison.differences[index] for comparison in self._history]
+            if all(difference.orphans for difference in seen) or all(difference.phantoms for difference in seen):
                 result.append(newest)
         return result

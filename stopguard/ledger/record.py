@@ -85,7 +85,7 @@ encode_record: Callable[[RequestRecord], bytes] = _encoder.encode
 
 
 def decode_record(data: bytes) -> RequestRecord:
-    """The record in `data`; `msgspec.ValidationError` when it is not one."""
+    """The record in `data`; `msgspec.DecodeError` (of which `ValidationError` is a kind) when it is not one."""
     record: Any = _decoder.decode(data)
     assert isinstance(record, RequestRecord)
     return record

@@ -42,9 +42,10 @@ from stopguard.ledger.errors import (
     TimeWentBackwards,
 )
 from stopguard.ledger.leaks import Leak
+from stopguard.ledger.obligations import Obligation
 from stopguard.ledger.record import Mark, RequestRecord, StopSummary
 
-__all__ = ["Obligation", "RequestLedgers"]
+__all__ = ["RequestLedgers"]
 
 _NO_BALANCES = [0] * ACCOUNT_COUNT
 _NONE = Evidence.NONE
@@ -64,21 +65,6 @@ _ALWAYS_ROOM = frozenset({EntryState.VOIDED, EntryState.EXPIRED, EntryState.WRIT
 _NEVER_NEGATIVE = tuple(int(account) for account in ACCOUNTS if account.role is not Role.BOUNDARY)
 _FOLD_ENTRIES = 6
 _CLOSING_ENTRIES = 128
-
-
-class Obligation:
-    """An amount that is due: the pending entry, how much of it is left, and whether it is overdue."""
-
-    __slots__ = ("entry", "expired", "remaining")
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self.remaining = entry.amount
-        self.expired = False
-
-    def __repr__(self) -> str:
-        word = "overdue" if self.expired else "due"
-        return f"<Obligation {self.entry.debit.label} {self.remaining} {word} at {self.entry.due_at}>"
 
 
 class RequestLedgers:
@@ -400,6 +386,12 @@ class RequestLedgers:
     def nearly_full(self) -> bool:
         """Whether only the room is left that a stop and its release need: time to stop the request."""
         return len(self.entries) >= self.entry_limit - min(_CLOSING_ENTRIES, self.entry_limit // 2)
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Computed and neither delivered nor dropped, with what the counters have and no fold has booked yet."""
+        computed, delivered = self._folded[0], self._folded[1]
+        return self.balances[_IN_FLIGHT] + (self.tokens_computed - computed) - (self.tokens_delivered - delivered)
 
     def ledger_closed(self, ledger: Ledger) -> bool:
         """Whether nothing is open in `ledger`."""

@@ -30,6 +30,8 @@ __all__ = [
     "Event",
     "Finished",
     "Frame",
+    "HostHeld",
+    "HostReturned",
     "Moved",
     "Place",
     "Preempted",
@@ -88,6 +90,18 @@ class BlocksReturned(_Event, frozen=True, tag="ret"):
 
     blocks: int
     fenced: bool = False
+
+
+class HostHeld(_Event, frozen=True, tag="hoh"):
+    """`blocks` of the request's KV were copied to the host, to be restored when it resumes."""
+
+    blocks: int
+
+
+class HostReturned(_Event, frozen=True, tag="hor"):
+    """`blocks` of host memory were given back: restored, or no longer wanted."""
+
+    blocks: int
 
 
 class SlotTaken(_Event, frozen=True, tag="slt"):
@@ -163,6 +177,8 @@ Event = (
     | BlocksHeld
     | BlocksFenced
     | BlocksReturned
+    | HostHeld
+    | HostReturned
     | SlotTaken
     | SlotReturned
     | TokensComputed
@@ -201,5 +217,5 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def decode_frame(data: bytes) -> Frame:
-    """The frame in `data`; `msgspec.ValidationError` when it is not one."""
+    """The frame in `data`; `msgspec.DecodeError` (of which `ValidationError` is a kind) when it is not one."""
     return _decoder.decode(data)

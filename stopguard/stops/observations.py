@@ -166,6 +166,18 @@ def _blocks_returned(
     return NOTHING
 
 
+def _host_held(controller: Controller, tracked: Tracked, event: wire.HostHeld, at: float) -> Sequence[Effect]:
+    tracked.ledgers.post(Account.KV_POOL, Account.KV_HOST, event.blocks, at, _PROBE, "backup", event.at)
+    if tracked.settle_due is not None:
+        movements.expect_release(tracked.ledgers, at, max(at, tracked.settle_due))
+    return NOTHING
+
+
+def _host_returned(controller: Controller, tracked: Tracked, event: wire.HostReturned, at: float) -> Sequence[Effect]:
+    tracked.ledgers.leave(Account.KV_HOST, Account.KV_POOL, event.blocks, at, _PROBE, "", event.at)
+    return NOTHING
+
+
 def _slot_taken(controller: Controller, tracked: Tracked, event: wire.SlotTaken, at: float) -> Sequence[Effect]:
     tracked.ledgers.post(Account.KV_SLOT_POOL, _SLOT[event.kind], event.slots, at, _PROBE)
     if tracked.settle_due is not None:
@@ -189,12 +201,19 @@ def _tokens_computed(
 
 
 def _tokens_emitted(controller: Controller, tracked: Tracked, event: wire.TokensEmitted, at: float) -> Sequence[Effect]:
+    ledgers = tracked.ledgers
+    tokens = min(event.tokens, ledgers.tokens_in_flight)
+    if tokens < event.tokens:
+        twice = event.tokens - tokens
+        controller.anomalies.record(at, tracked.request_id, f"{twice} tokens were emitted that were not in flight")
+    if not tokens:
+        return NOTHING
     if tracked.muted:
         # The engine let them go, but nobody listens: they were computed for nothing.
         movements.fold(tracked, at)
-        tracked.ledgers.leave(Account.OUTPUT_IN_FLIGHT, Account.OUTPUT_DISCARDED, event.tokens, at, _PROBE)
+        ledgers.leave(Account.OUTPUT_IN_FLIGHT, Account.OUTPUT_DISCARDED, tokens, at, _PROBE)
     else:
-        tracked.ledgers.tokens_delivered += event.tokens
+        ledgers.tokens_delivered += tokens
     return NOTHING
 
 
@@ -271,6 +290,8 @@ _HANDLERS: dict[type, Callable[[Controller, Tracked, Any, float], Sequence[Effec
     wire.BlocksHeld: _blocks_held,
     wire.BlocksFenced: _blocks_fenced,
     wire.BlocksReturned: _blocks_returned,
+    wire.HostHeld: _host_held,
+    wire.HostReturned: _host_returned,
     wire.SlotTaken: _slot_taken,
     wire.SlotReturned: _slot_returned,
     wire.TokensComputed: _tokens_computed,

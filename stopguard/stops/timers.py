@@ -5,15 +5,18 @@ milliseconds: exactly what a hashed wheel is for. Setting and cancelling cost on
 operation each, whatever the number of timers, and a cancelled timer leaves nothing behind (a heap
 with lazy deletion would keep it until its time).
 
-A timer fires at the first `advance` at or after its time, never earlier. Timers that fire in the
+A timer fires at the first `advance` that is a tick or more after its time (and perhaps at an earlier one, but
+never before its time); `next_due` says when to come. Timers that fire in the
 same `advance` come in the order of their due times, then of their setting.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Generic, TypeVar
 
 from stopguard.errors import LimitReached
+from stopguard.ledger.errors import TimeWentBackwards
 
 __all__ = ["Timer", "TimerWheel"]
 
@@ -62,8 +65,10 @@ class TimerWheel(Generic[T]):
         """Arm a timer. One that is due already fires at the next `advance`."""
         if self._armed >= self._limit:
             raise LimitReached("timers", self._limit, "more requests wait for a deadline than this process can keep")
+        if not abs(due_at) < math.inf:
+            raise TimeWentBackwards(f"a timer cannot be due at {due_at}")
         # Rounded up, so that a bucket is never opened before its timers are due.
-        tick = max(self._tick_of(due_at) + 1, self._now_tick)
+        tick = self._now_tick if due_at <= self._at else max(self._tick_of(due_at) + 1, self._now_tick)
         timer = Timer(payload, due_at, tick, self._numbers)
         self._numbers += 1
         self._slots[tick % len(self._slots)][timer.number] = timer
@@ -79,8 +84,8 @@ class TimerWheel(Generic[T]):
 
     def advance(self, at: float) -> list[T]:
         """Move to `at` and return the payloads of the timers that are due, each once."""
-        if at < self._at:
-            raise ValueError(f"the wheel stands at {self._at} and cannot go back to {at}")
+        if not self._at <= at < math.inf:
+            raise TimeWentBackwards(f"the wheel stands at {self._at} and cannot go to {at}")
         self._at = at
         target = self._tick_of(at)
         if not self._armed:

@@ -19,8 +19,8 @@ import msgspec
 
 from stopguard.errors import StopGuardError
 from stopguard.ledger import Book, Evidence, RequestLedgers
-from stopguard.refengine import AbortAnswer as EngineAnswer
 from stopguard.refengine import (
+    DEFAULT_POLICY,
     EngineConfig,
     EngineCrashed,
     NotSupported,
@@ -29,6 +29,7 @@ from stopguard.refengine import (
     RequestSpec,
     SamplingParameters,
 )
+from stopguard.refengine import AbortAnswer as EngineAnswer
 from stopguard.stops import (
     AbortAnswer,
     ClientPolicy,
@@ -64,7 +65,7 @@ _ANSWERS = {
     "unknown": AbortAnswer.UNKNOWN,
     "no_door": AbortAnswer.FAILED,
 }
-_LIVE = (Engine.DISPATCHED, Engine.PREEMPTING, Engine.PARKED, Engine.RESUMING)
+_LATE_ABORTS = 0.2  # of all stops
 
 
 class StormConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +75,9 @@ class StormConfig(msgspec.Struct, frozen=True, kw_only=True):
     `patience_seconds` the total deadline of every request: no client waits for ever.
     """
 
-    policy: str = "vllm"
+    policy: str = DEFAULT_POLICY
     faults: tuple[str, ...] = ()
-    engine: EngineConfig = EngineConfig(blocks=320, max_running=16)
+    engine: EngineConfig = EngineConfig(blocks=320, max_running=16, host_blocks=64)
     stops: StopConfig = StopConfig(settle_seconds=8.0, write_off_seconds=60.0)
     link_seconds: float = 0.0005
     admission_seconds: float = 0.02
@@ -357,6 +358,8 @@ class Storm:
             call()
         except EngineCrashed as error:
             self._engine_crashed(str(error))
+        except NotSupported:
+            pass  # this engine has no such door
 
     def _solo_output(self, spec: RequestSpec) -> dict[int, list[int]]:
         """What this request gives alone, on a healthy engine without memory of others."""
@@ -406,9 +409,17 @@ class Storm:
                     self.on_closed(tracked.ledgers)
                 self._clients.pop(tracked.request_id, None)
                 self._line(tracked.request_id, "written off" if tracked.ledgers.written_off else "settled")
+                self._abort_after_the_end(tracked)
             case effects.StopBegan() | effects.Observe():
                 pass
         return ()
+
+    def _abort_after_the_end(self, tracked: Tracked) -> None:
+        """Aborts are at-least-once: now and then one comes when its request is over, or names nobody."""
+        if tracked.ledgers.stop is None or tracked.preemptions or self.crashed or self._rng.random() > _LATE_ABORTS:
+            return
+        target = tracked.request_id if self._rng.random() < 0.5 else f"sg-none-{self._rng.getrandbits(64):016x}"
+        self.clock.after(0.05, lambda: self._guarded(lambda: self.engine.abort(target, self.clock.now)))
 
     def _ask_engine(
         self, tracked: Tracked, command: Callable[[str, float], None], *, refused: bool
