@@ -1,22 +1,28 @@
 """`stopguard demo`: a seeded storm of stops and its settled book; then the same with a fault, and the leak found.
 
-Everything runs in this process and in virtual time: clients, StopGuard's heart, and the reference engine with
-the stop behaviour of the engine that `--policy` names. The same seed gives the same storm.
+Everything runs in this process and on loopback: clients on raw sockets, the gateway, and behind it the
+reference engine with the stop behaviour of the engine that `--policy` names. With `--virtual` there are no
+sockets and no waiting: the same heart runs in virtual time, and the same seed gives the same storm to the letter.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
     from rich.table import Table
 
-    from stopguard.ledger import RequestRecord
+    from stopguard.cli.demo_rig import DemoRig
+    from stopguard.ledger import Book, RequestRecord
     from stopguard.ledger.journal import Journal
     from stopguard.testing import Storm, StormReport
 
@@ -35,7 +41,8 @@ _PLAIN_WIDTH = 120
 @click.option("--fault", default=DEFAULT_FAULT, show_default=True, help="What is broken in the second storm.")
 @click.option("--journal", type=click.Path(path_type=Path, dir_okay=False), help="Keep the books here, for `explain`.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--trace", is_flag=True, help="Print one line a transition instead of a progress bar.")
+@click.option("--virtual", is_flag=True, help="In virtual time and without sockets: the storm replays exactly.")
+@click.option("--trace", is_flag=True, help="With --virtual: print one line a transition instead of a progress bar.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -45,6 +52,7 @@ def command(
     fault: str,
     journal: Path | None,
     form: str,
+    virtual: bool,
     trace: bool,
 ) -> None:
     """Run a storm of stops on a healthy engine, then on a broken one, and show both books.
@@ -56,10 +64,13 @@ def command(
     console = Console(stderr=form == "json", highlight=False)
     if not console.is_terminal:
         console = Console(stderr=form == "json", highlight=False, width=_PLAIN_WIDTH)
-    healthy = _run(console, seed, requests, policy, (), journal, trace=trace)
+    if trace and not virtual:
+        raise click.UsageError("--trace goes with --virtual: only virtual time has one order of things")
+    run = partial(_run_virtual, trace=trace) if virtual else _run_live
+    healthy = run(console, seed, requests, policy, (), journal)
     if form == "text":
         _print_report(console, healthy, f"A healthy engine ({policy}'s way to stop)")
-    broken = _run(console, seed, requests, policy, (fault,), None, trace=trace)
+    broken = run(console, seed, requests, policy, (fault,), None)
     if form == "text":
         _print_report(console, broken, f"The same storm, with the fault [bold]{fault}[/]")
         _print_finding(console, broken, fault)
@@ -77,7 +88,31 @@ def command(
     ctx.exit(0 if healthy.clean and not broken.clean else 1)
 
 
-def _run(
+def _run_live(
+    console: Console, seed: int, requests: int, policy: str, faults: tuple[str, ...], journal: Path | None
+) -> StormReport:
+    """Run the storm over real sockets, through the gateway."""
+    from stopguard.cli.demo_rig import DemoRig, run_rig
+    from stopguard.testing import plan_storm
+
+    kept = _open_journal(journal, monotonic)
+    # Few long prompts at a time: on a small machine clients, gateway and engine share a core.
+    plan = plan_storm(seed, requests, over_seconds=max(2.0, requests / 30))
+    rig = DemoRig(plan, policy, faults, on_closed=kept.settled if kept is not None else None)
+    try:
+        with _Display(console, requests) as display:
+
+            def show(rig: DemoRig) -> None:
+                if rig.gateway is not None:
+                    display.show(monotonic() - rig.started_at, rig.settled, rig.gateway.book)
+
+            return run_rig(rig, show)
+    finally:
+        if kept is not None:
+            kept.close(timeout_seconds=10.0)
+
+
+def _run_virtual(
     console: Console,
     seed: int,
     requests: int,
@@ -87,14 +122,14 @@ def _run(
     *,
     trace: bool,
 ) -> StormReport:
+    """Run the storm in virtual time."""
     from stopguard.testing import Storm, StormConfig, plan_storm
 
-    storm = Storm(
-        plan_storm(seed, requests),
-        StormConfig(policy=policy, faults=faults),
-        on_line=click.echo if trace else None,
-    )
-    kept = _open_journal(journal, storm)
+    config = StormConfig(policy=policy, faults=faults)
+    storm = Storm(plan_storm(seed, requests), config, on_line=click.echo if trace else None)
+    kept = _open_journal(journal, lambda: storm.clock.now)
+    if kept is not None:
+        storm.on_closed = kept.settled
     try:
         if trace:
             while storm.advance():
@@ -107,45 +142,65 @@ def _run(
             kept.close(timeout_seconds=10.0)
 
 
-def _open_journal(path: Path | None, storm: Storm) -> Journal | None:
+def _open_journal(path: Path | None, clock: Callable[[], float]) -> Journal | None:
     if path is None:
         return None
     from stopguard.ledger.journal import Journal
 
-    journal = Journal.open(path, policy="all", monotonic_clock=lambda: storm.clock.now)
-    storm.on_closed = journal.settled
-    return journal
+    return Journal.open(path, policy="all", monotonic_clock=clock)
 
 
 def _follow(console: Console, storm: Storm, requests: int) -> None:
-    """Run the storm under a progress bar (plain lines where there is no terminal)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    if not console.is_terminal:
-        shown = -1
-        while storm.advance():
-            tenth = storm.settled * 10 // requests
-            if tenth > shown:
-                shown = tenth
-                console.print(_state_line(storm, requests))
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("settled", total=requests, state="")
+    with _Display(console, requests) as display:
         steps = 0
         while storm.advance():
             steps += 1
             if steps % _REDRAW_EVERY == 0:
-                progress.update(task, completed=storm.settled, state=_open_line(storm))
-        progress.update(task, completed=storm.settled, state=_open_line(storm))
+                display.show(storm.clock.elapsed_seconds, storm.settled, storm.book)
+        display.show(storm.clock.elapsed_seconds, storm.settled, storm.book)
 
 
-def _state_line(storm: Storm, requests: int) -> str:
-    return f"{storm.clock.elapsed_seconds:7.2f} s  settled {storm.settled}/{requests}  {_open_line(storm)}"
+class _Display:
+    """A progress bar with the state of the book; where there is no terminal, a plain line for each tenth."""
+
+    def __init__(self, console: Console, requests: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._console = console
+        self._requests = requests
+        self._shown = -1
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+        )
+        self._progress = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task = self._progress.add_task("settled", total=requests, state="") if self._progress else None
+
+    def __enter__(self) -> _Display:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def show(self, elapsed_seconds: float, settled: int, book: Book) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=settled, state=_open_line(book))
+            return
+        tenth = settled * 10 // self._requests
+        if tenth > self._shown:
+            self._shown = tenth
+            self._console.print(
+                f"{elapsed_seconds:7.2f} s  settled {settled}/{self._requests}  {_open_line(book)}", soft_wrap=True
+            )
 
 
-def _open_line(storm: Storm) -> str:
-    counts = storm.book.statistics()
+def _open_line(book: Book) -> str:
+    counts = book.statistics()
     ledgers = " ".join(f"{ledger.label} {number}" for ledger, number in counts.open_ledgers.items())
     return f"open {counts.open_requests} ({ledgers})  leaks {counts.leaks_found}"
 
@@ -157,7 +212,7 @@ def _print_report(console: Console, report: StormReport, title: str) -> None:
     console.print()
     console.rule(f"[bold]{title}[/]", align="left")
     console.print(
-        f"{report.requests} requests closed in {report.elapsed_seconds:.1f} s of the engine's time, "
+        f"{report.requests} requests closed in {report.elapsed_seconds:.1f} s, "
         f"{report.steps} steps, {report.preemptions} preemptions (seed {report.seed})\n"
     )
     console.print(_endings_table(report))

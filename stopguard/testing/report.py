@@ -84,7 +84,7 @@ class StormReport:
         self.leaks = book.leaks()
         now = controller.wheel.now
         self.leak_lines = [leak.describe(now) for leak in self.leaks]
-        self.unfinished = [request.request_id for request in book]
+        self.unfinished = [request.request_id for request in book if not request.leaks]
         for request in book:
             if request.leaks and self.leaky_example is None:
                 self.leaky_example = request.record()
