@@ -7,7 +7,7 @@ import msgspec
 from stopguard.ledger.accounts import Account, Ledger
 from stopguard.ledger.entries import Entry
 
-__all__ = ["Leak"]
+__all__ = ["Leak", "opened_by"]
 
 
 class Leak(msgspec.Struct, frozen=True, gc=False):
@@ -40,3 +40,18 @@ class Leak(msgspec.Struct, frozen=True, gc=False):
             f"({self.engine}, {self.model}), open for {self.age_seconds(at):.3f} s since entry "
             f"{self.opened_by.sequence} ({self.opened_by})"
         )
+
+
+def opened_by(entries: list[Entry], account: Account) -> Entry:
+    """The entry that last took `account` from zero to something."""
+    balance, found = 0, entries[0]
+    for entry in entries:
+        if not entry.state.moves:
+            continue
+        if entry.credit is account:
+            if balance == 0:
+                found = entry
+            balance += entry.amount
+        elif entry.debit is account:
+            balance -= entry.amount
+    return found

@@ -2,8 +2,8 @@
 
 Theory
 ------
-`RequestLedgers` is the only place where balances change, and `_record` the only function that
-changes them, so that conservation (the sum over the accounts of a unit is zero) holds by
+`RequestLedgers` is the only place where balances change, and `_record` and `post_all` the only functions
+that change them, so that conservation (the sum over the accounts of a unit is zero) holds by
 construction and is checked again by `verify`. Everything is synchronous and pure: time is an
 argument, and nothing here knows a clock, a socket or an engine.
 
@@ -41,9 +41,11 @@ from stopguard.ledger.errors import (
     RequestClosed,
     TimeWentBackwards,
 )
-from stopguard.ledger.leaks import Leak
+from stopguard.ledger.leaks import Leak, opened_by
 from stopguard.ledger.obligations import Obligation
 from stopguard.ledger.record import Mark, RequestRecord, StopSummary
+from stopguard.ledger.vouchers import Voucher
+from stopguard.ledger.wording import describe
 
 __all__ = ["RequestLedgers"]
 
@@ -158,6 +160,27 @@ class RequestLedgers:
         """Move `amount` from `debit` to `credit`, now and for good."""
         self._check(debit, credit, amount, at)
         return self._record(debit, credit, amount, at, _POSTED, evidence, note, -1, None, occurred_at)
+
+    def post_all(self, voucher: Voucher, at: float) -> None:
+        """Move one unit along each leg of `voucher`: all of them, or (with an error) none."""
+        if self.closed_at is not None or not at >= self.last_at:
+            self.check_open(1, at)
+        balances, entries = self.balances, self.entries
+        for account in voucher.sources:
+            if balances[account] < 1 or self.reserved:
+                self._check_source(account)
+        sequence = len(entries)
+        if sequence + len(voucher.legs) > self.entry_limit:
+            raise self._moves_without_end()
+        totals = self.totals
+        for debit, credit, evidence in voucher.legs:
+            entries.append(Entry(sequence, at, debit, credit, 1, _POSTED, evidence))
+            balances[debit] -= 1
+            balances[credit] += 1
+            totals[debit] -= 1
+            totals[credit] += 1
+            sequence += 1
+        self.last_at = at
 
     def pend(
         self,
@@ -333,7 +356,7 @@ class RequestLedgers:
                     amount=left,
                     due_at=due_at,
                     found_at=at,
-                    opened_by=self._opened_by(pending.debit),
+                    opened_by=opened_by(self.entries, pending.debit),
                     note=note,
                 )
             )
@@ -440,21 +463,12 @@ class RequestLedgers:
                 derived[entry.credit] += entry.amount
         if derived != self.balances:
             raise IllegalMovement(f"{self.request_id}: the balances do not follow from the entries")
-        if any(derived[account] < 0 for account in _NEVER_NEGATIVE):
+        if min(map(derived.__getitem__, _NEVER_NEGATIVE)) < 0:
             raise Overdraft(f"{self.request_id}: an account went below zero")
 
     def describe(self, ledger: Ledger) -> str:
         """One line for one ledger, made for people and for tests: ``kv: held 13 blocks, fenced 2 blocks``."""
-        parts = []
-        for account in Account:
-            amount = self.balances[account]
-            if account.ledger is ledger and amount and account.role is not Role.BOUNDARY:
-                parts.append(f"{account.label} {amount} {account.unit}")
-        text = ", ".join(parts) if parts else "empty"
-        due = [o for o in self.due() if o.entry.debit.ledger is ledger]
-        if due:
-            text += " (" + ", ".join(f"{o.remaining} {'OVERDUE' if o.expired else 'due'}" for o in due) + ")"
-        return f"{ledger.label}: {text}"
+        return describe(self.balances, self.due(), ledger)
 
     def __repr__(self) -> str:
         return f"<{self.request_id} " + " | ".join(self.describe(ledger) for ledger in Ledger) + ">"
@@ -545,6 +559,10 @@ class RequestLedgers:
         if debit >= OPEN_ACCOUNT_COUNT:
             raise IllegalMovement(f"{self.request_id}: nothing can be due from {debit.ledger.label}.{debit.label}")
 
+    def _check_source(self, account: Account) -> None:
+        if self.balances[account] - (self.reserved or {}).get(account, 0) < 1:
+            raise self._overdraft(account, 1)
+
     def _obligation(self, sequence: int) -> Obligation:
         obligation = (self.obligations or {}).get(sequence)
         if obligation is None:
@@ -563,20 +581,6 @@ class RequestLedgers:
             del self.obligations[obligation.entry.sequence]
         if not self.reserved[debit]:
             del self.reserved[debit]
-
-    def _opened_by(self, account: Account) -> Entry:
-        """The entry that last took `account` from zero to something."""
-        balance, opened_by = 0, self.entries[0]
-        for entry in self.entries:
-            if not entry.state.moves:
-                continue
-            if entry.credit is account:
-                if balance == 0:
-                    opened_by = entry
-                balance += entry.amount
-            elif entry.debit is account:
-                balance -= entry.amount
-        return opened_by
 
     def _moves_without_end(self) -> LimitReached:
         return LimitReached("entries a request", self.entry_limit, f"{self.request_id} moves without end")

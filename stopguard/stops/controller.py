@@ -29,11 +29,12 @@ scheduler says), `gauges` (what can be concluded from aggregate numbers, or from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-from stopguard.errors import BookkeepingError
-from stopguard.ledger import Account, Book, Evidence, StopSummary
-from stopguard.stops import movements
+from stopguard.errors import BookkeepingError, StopGuardError
+from stopguard.ledger import Account, Book, Evidence, StopSummary, TimeWentBackwards
+from stopguard.stops import movements, overdue
 from stopguard.stops.advice import retry_advice
 from stopguard.stops.anomalies import Anomalies
 from stopguard.stops.cause import Semantics, Source, StopCause, prevails
@@ -41,7 +42,6 @@ from stopguard.stops.doors import AbortAnswer, EngineProfile
 from stopguard.stops.effects import (
     Effect,
     Knock,
-    Leaked,
     Observe,
     Settled,
     StopBegan,
@@ -50,6 +50,7 @@ from stopguard.stops.effects import (
 from stopguard.stops.machine import (
     CLIENT_ENDED,
     ENGINE_ENDED,
+    ENGINE_TABLE,
     Books,
     BooksEvent,
     Client,
@@ -67,13 +68,23 @@ _STOP_AT_ONCE = ClientPolicy()
 STOPPING = (Engine.ABORTING, Engine.UNCONFIRMED)
 
 
+def _check_time(tracked: Tracked, at: float) -> None:
+    """Before anything of the machine is changed: the books would refuse an entry from the past."""
+    if not tracked.ledgers.last_at <= at < math.inf:
+        raise TimeWentBackwards(
+            f"{tracked.request_id}: an event of {at} is older than {tracked.ledgers.last_at}: two clocks were mixed"
+        )
+
+
 class Controller:
     """All requests of one process, their stops and their timers."""
 
     def __init__(self, book: Book, config: StopConfig | None = None, *, at: float = 0.0) -> None:
         self.book = book
         self.config = config or StopConfig()
-        self.wheel: TimerWheel[tuple[Tracked, TimerKind | DeadlineKind]] = TimerWheel(at)
+        # Room for every timer that the open requests can have: a stop must not fail for want of one.
+        timers = book.limits.open_requests * (len(TimerKind) + len(DeadlineKind))
+        self.wheel: TimerWheel[tuple[Tracked, TimerKind | DeadlineKind]] = TimerWheel(at, limit=timers)
         self.tracked: dict[str, Tracked] = {}
         self.parts: dict[str, Tracked] = {}
         self.anomalies = Anomalies(self.config.book_errors)
@@ -99,11 +110,13 @@ class Controller:
 
     def dispatch(self, tracked: Tracked, at: float, profile: EngineProfile) -> None:
         """The request leaves for an engine. Illegal once a stop was observed."""
+        ledgers = tracked.ledgers
+        _check_time(tracked, at)
+        # The one step that can be refused for a limit comes first.
+        if ledgers.engine != profile.name and EngineEvent.DISPATCHED in ENGINE_TABLE[tracked.machine.engine]:
+            self.book.assign(ledgers, engine=profile.name, model=ledgers.model)
         tracked.machine.on_engine(EngineEvent.DISPATCHED)
         tracked.profile = profile
-        ledgers = tracked.ledgers
-        if ledgers.engine != profile.name:
-            self.book.assign(ledgers, engine=profile.name, model=ledgers.model)
         movements.dispatch(ledgers, at)
         tracked.last_activity_at = at
         members = self.in_engine.get(profile.name)
@@ -128,6 +141,7 @@ class Controller:
         self, tracked: Tracked, at: float, reason: str = "stop", evidence: Evidence = Evidence.STREAM_CLOSED
     ) -> Sequence[Effect]:
         """The engine ended the request by itself, completely and well-formed."""
+        _check_time(tracked, at)
         machine = tracked.machine
         before = machine.engine
         machine.on_engine(EngineEvent.FINISHED)
@@ -141,6 +155,7 @@ class Controller:
 
     def client_served(self, tracked: Tracked, at: float) -> Sequence[Effect]:
         """The last byte was handed to the client's connection: from now on a disconnect means nothing."""
+        _check_time(tracked, at)
         tracked.machine.on_client(ClientEvent.SERVED)
         movements.fold(tracked, at)
         movements.close_connection(tracked.ledgers, at, "")
@@ -157,6 +172,7 @@ class Controller:
         occurred_at: float | None = None,
     ) -> Sequence[Effect]:
         """The client's connection ended by `method` (eof, reset, write_error, keepalive, stall)."""
+        _check_time(tracked, at)
         machine = tracked.machine
         before = machine.client
         if before is Client.DRAINING:
@@ -180,10 +196,11 @@ class Controller:
         cause = StopCause(
             semantics=Semantics.CANCEL, source=Source.CLIENT, reason=method, observed_at=at, occurred_at=occurred_at
         )
-        return self._begin_stop(tracked, at, cause)
+        return self.begin_stop(tracked, at, cause)
 
     def stop(self, tracked: Tracked, at: float, cause: StopCause) -> Sequence[Effect]:
         """Somebody other than the client's connection ends the request. Harmless after the end, and twice."""
+        _check_time(tracked, at)
         before = tracked.machine.client
         if tracked.machine.engine is Engine.FINISHED and cause.semantics is not Semantics.FAIL:
             return NOTHING  # finished beats stopped: the rest is only being handed over
@@ -192,16 +209,18 @@ class Controller:
             return NOTHING
         movements.fold(tracked, at)
         tracked.discarding = tracked.muted = True
-        return self._begin_stop(tracked, at, cause)
+        return self.begin_stop(tracked, at, cause)
 
     def client_told(self, tracked: Tracked, at: float) -> Sequence[Effect]:
         """A dismissed client has been handed its terminal event."""
+        _check_time(tracked, at)
         tracked.told = True
         movements.close_connection(tracked.ledgers, at, "told")
         return self.try_settle(tracked, at)
 
     def engine_lost(self, tracked: Tracked, at: float, reason: str) -> Sequence[Effect]:
         """The upstream connection broke before its end, or the engine is gone."""
+        _check_time(tracked, at)
         machine = tracked.machine
         before, client_before = machine.engine, machine.client
         machine.on_engine(EngineEvent.LOST)
@@ -225,6 +244,7 @@ class Controller:
         self, tracked: Tracked, at: float, door_name: str, answer: AbortAnswer, retry_after_seconds: float = 0.0
     ) -> Sequence[Effect]:
         """What a door said to a knock. Anything said after the end is ignored."""
+        _check_time(tracked, at)
         if tracked.machine.engine not in STOPPING or tracked.profile is None:
             return NOTHING
         profile = tracked.profile
@@ -256,6 +276,7 @@ class Controller:
 
     def acknowledged(self, tracked: Tracked, at: float, evidence: Evidence) -> Sequence[Effect]:
         """The engine's own word that the request left its scheduler: the ack."""
+        _check_time(tracked, at)
         machine = tracked.machine
         before, client_before = machine.engine, machine.client
         machine.on_engine(EngineEvent.ABORT_ACKED)
@@ -264,7 +285,7 @@ class Controller:
         movements.fold(tracked, at)
         tracked.discarding = tracked.muted = True
         effects: list[Effect] = []
-        if client_before is Client.LISTENING:
+        if client_before is Client.LISTENING or tracked.cause is None:
             # Nobody of ours asked for it: the engine, or somebody at its door, stopped it.
             cause = StopCause(semantics=Semantics.FAIL, source=Source.ENGINE, reason="aborted", observed_at=at)
             effects += self.open_stop(tracked, at, cause)
@@ -321,12 +342,18 @@ class Controller:
         for tracked, kind in due:
             if tracked.request_id not in self.tracked:
                 continue  # settled by an earlier timer of the same turn
-            if isinstance(kind, TimerKind):
-                if tracked.timers:
-                    tracked.timers.pop(kind, None)
-                effects += self._timer_handlers[kind](tracked, at)
-            else:
-                effects += self._deadline_passed(tracked, kind, at)
+            if isinstance(kind, TimerKind) and tracked.timers:
+                tracked.timers.pop(kind, None)
+            try:
+                if isinstance(kind, TimerKind):
+                    effects += self._timer_handlers[kind](tracked, at)
+                else:
+                    effects += self._deadline_passed(tracked, kind, at)
+            except StopGuardError as error:
+                # The timers that fired together belong to many requests: one that fails must not take the others along.
+                self.anomalies.record(at, tracked.request_id, f"its {kind.value} timer failed: {error}")
+                if not tracked.timers or TimerKind.WRITE_OFF not in tracked.timers:
+                    self.arm(tracked, TimerKind.WRITE_OFF, at + self.config.write_off_seconds)
         return effects
 
     # ---- shared steps, also used by `observations` --------------------------------------------------
@@ -343,7 +370,7 @@ class Controller:
             # Closed only because its engine's side was given up: that is not settled.
             self.book.write_off(ledgers, at, "unconfirmed")
             machine.on_books(BooksEvent.GIVEN_UP)
-            return (self._detach(tracked),)
+            return (self.detach(tracked),)
         if not machine.ended:
             return NOTHING
         if not self.book.settle(ledgers, at):
@@ -353,7 +380,7 @@ class Controller:
         machine.on_books(BooksEvent.CLOSED)
         if ledgers.stop is not None:
             ledgers.stop.settled_at = at
-        return (*self._tell_now(tracked, at), self._detach(tracked))
+        return (*self.tell_now(tracked, at), self.detach(tracked))
 
     def knock_again(self, tracked: Tracked, at: float) -> Sequence[Effect]:
         """Repeat an abort at once: what it is to stop is there only now."""
@@ -391,7 +418,7 @@ class Controller:
         self._expect(tracked, at)
         return (StopBegan(tracked),)
 
-    def _begin_stop(self, tracked: Tracked, at: float, cause: StopCause) -> Sequence[Effect]:
+    def begin_stop(self, tracked: Tracked, at: float, cause: StopCause) -> Sequence[Effect]:
         """A stop that we order: carry it out as far as it goes at once."""
         ledgers, machine = tracked.ledgers, tracked.machine
         effects: list[Effect] = list(self.open_stop(tracked, at, cause))
@@ -410,7 +437,7 @@ class Controller:
             effects += self._knock(tracked, at)
         if machine.client is Client.DISMISSED:
             if machine.engine in ENGINE_ENDED:
-                effects += self._tell_now(tracked, at)
+                effects += self.tell_now(tracked, at)
             else:
                 self.arm(tracked, TimerKind.TELL, at + self.config.tell_seconds)
         effects += self.try_settle(tracked, at)
@@ -460,7 +487,7 @@ class Controller:
             self._expect(tracked, at)
         effects: list[Effect] = []
         if tracked.machine.client is Client.DISMISSED:
-            effects += self._tell_now(tracked, at)
+            effects += self.tell_now(tracked, at)
         effects += self.try_settle(tracked, at)
         return effects
 
@@ -472,37 +499,13 @@ class Controller:
         movements.fold(tracked, at)
         movements.give_up_engine_side(tracked.ledgers, at, "unprovable: this engine gives no evidence")
         self.leave_engine(tracked)
-        return (*self._tell_now(tracked, at), *self.try_settle(tracked, at))
+        return (*self.tell_now(tracked, at), *self.try_settle(tracked, at))
 
     def _settle_deadline(self, tracked: Tracked, at: float) -> Sequence[Effect]:
-        ledgers, machine = tracked.ledgers, tracked.machine
-        movements.fold(tracked, at)
-        effects: list[Effect] = []
-        if machine.engine is Engine.ABORTING:
-            machine.on_engine(EngineEvent.OVERDUE)
-            self.conclude(tracked, "unconfirmed", ledgers.stop.evidence if ledgers.stop else Evidence.NONE)
-        movements.expect_release(ledgers, at, at)
-        if machine.client in CLIENT_ENDED:
-            movements.expect_connection_end(ledgers, at, at)
-        leaks = self.book.expire(ledgers, at)
-        if leaks:
-            machine.on_books(BooksEvent.EXPIRED)
-        effects += [Leaked(tracked, leak) for leak in leaks]
-        effects += self._tell_now(tracked, at) if machine.client is Client.DISMISSED else NOTHING
-        self.arm(tracked, TimerKind.WRITE_OFF, at + self.config.write_off_seconds)
-        return effects
+        return overdue.settle_deadline(self, tracked, at)
 
     def _write_off(self, tracked: Tracked, at: float) -> Sequence[Effect]:
-        machine = tracked.machine
-        if machine.books is not Books.OVERDUE:
-            return NOTHING
-        if machine.client not in CLIENT_ENDED:
-            self.arm(tracked, TimerKind.WRITE_OFF, at + self.config.write_off_seconds)
-            return NOTHING
-        movements.fold(tracked, at)
-        self.book.write_off(tracked.ledgers, at, f"given up after {self.config.write_off_seconds:.0f} s overdue")
-        machine.on_books(BooksEvent.GIVEN_UP)
-        return (self._detach(tracked),)
+        return overdue.write_off(self, tracked, at)
 
     def _grace_ended(self, tracked: Tracked, at: float) -> Sequence[Effect]:
         if tracked.machine.client is not Client.DRAINING:
@@ -510,7 +513,7 @@ class Controller:
         tracked.machine.on_client(ClientEvent.GRACE_ENDED)
         movements.fold(tracked, at)
         cause = StopCause(semantics=Semantics.CANCEL, source=Source.CLIENT, reason="grace_ended", observed_at=at)
-        return self._begin_stop(tracked, at, cause)
+        return self.begin_stop(tracked, at, cause)
 
     def _deadline_passed(self, tracked: Tracked, kind: DeadlineKind, at: float) -> Sequence[Effect]:
         entry = (tracked.deadlines or {}).pop(kind, None)
@@ -527,9 +530,9 @@ class Controller:
         return self.stop(tracked, at, cause)
 
     def _tell(self, tracked: Tracked, at: float) -> Sequence[Effect]:
-        return self._tell_now(tracked, at)
+        return self.tell_now(tracked, at)
 
-    def _tell_now(self, tracked: Tracked, at: float) -> Sequence[Effect]:
+    def tell_now(self, tracked: Tracked, at: float) -> Sequence[Effect]:
         """Tell a dismissed client, once."""
         if tracked.told or tracked.machine.client is not Client.DISMISSED or tracked.cause is None:
             return NOTHING
@@ -584,7 +587,7 @@ class Controller:
         if tracked.timers and (timer := tracked.timers.pop(kind, None)) is not None:
             self.wheel.cancel(timer)
 
-    def _detach(self, tracked: Tracked) -> Settled:
+    def detach(self, tracked: Tracked) -> Settled:
         """Nothing of the controller's refers to the request any more."""
         for kind in list(tracked.timers or ()):
             self.disarm(tracked, kind)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from stopguard.ledger.accounts import Account, Ledger
 from stopguard.ledger.entries import Evidence
 from stopguard.ledger.request import RequestLedgers
+from stopguard.ledger.vouchers import Voucher
 from stopguard.stops.tracked import Tracked
 
 __all__ = [
@@ -64,26 +65,31 @@ _DUE_TO: dict[Account, Account] = {
     _IN_FLIGHT: _DISCARDED,
 }
 
+_ADMITTED = Voucher(
+    (Account.STREAM_CLIENTS, _CONNECTED, Evidence.NONE),
+    (Account.QUEUE_ARRIVALS, _ADMISSION, Evidence.NONE),
+)
+_DISPATCHED = Voucher((_ADMISSION, _WAITING, Evidence.SENT), (_CLAIMABLE, _CLAIMED, Evidence.SENT))
+_DISPATCHED_AGAIN = Voucher((_PREEMPTED, _WAITING, Evidence.SENT), (_CLAIMABLE, _CLAIMED, Evidence.SENT))
+_STARTED = Voucher((_WAITING, _RUNNING, Evidence.STREAM_CLOSED))
+
 _BLOCKS_AND_SLOTS = (Account.KV_HELD, Account.KV_FENCED, Account.KV_HOST, *SLOT_ACCOUNTS)
 
 
 def admit(ledgers: RequestLedgers, at: float) -> None:
     """The client is connected and its request waits in StopGuard."""
-    ledgers.post(Account.STREAM_CLIENTS, _CONNECTED, 1, at)
-    ledgers.post(Account.QUEUE_ARRIVALS, _ADMISSION, 1, at)
+    ledgers.post_all(_ADMITTED, at)
 
 
 def dispatch(ledgers: RequestLedgers, at: float) -> None:
     """The request was sent to an engine, which may hold KV for it from now on."""
-    source = _ADMISSION if ledgers.balances[_ADMISSION] else _PREEMPTED
-    ledgers.post(source, _WAITING, 1, at, Evidence.SENT)
-    ledgers.post(_CLAIMABLE, _CLAIMED, 1, at, Evidence.SENT)
+    ledgers.post_all(_DISPATCHED if ledgers.balances[_ADMISSION] else _DISPATCHED_AGAIN, at)
 
 
 def start_output(ledgers: RequestLedgers, at: float) -> None:
     """The engine's first byte proves that the request runs."""
     if ledgers.balances[_WAITING]:
-        ledgers.post(_WAITING, _RUNNING, 1, at, Evidence.STREAM_CLOSED)
+        ledgers.post_all(_STARTED, at)
 
 
 def fold(tracked: Tracked, at: float) -> None:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stopguard.errors import BookkeepingError, LimitReached
-from stopguard.ledger import Account, Evidence
+from stopguard.ledger import Account, Evidence, InvalidAmount
 from stopguard.probe import wire
 from stopguard.stops import movements, preemptions
+from stopguard.stops.cause import Semantics, Source, StopCause
 from stopguard.stops.controller import NOTHING, Controller
 from stopguard.stops.effects import Effect
-from stopguard.stops.machine import Books, Engine
+from stopguard.stops.machine import ENGINE_ENDED, Books, Engine
 from stopguard.stops.tracked import Tracked
 
 __all__ = ["observe_frame"]
@@ -56,17 +57,17 @@ def observe_frame(controller: Controller, engine: str, at: float, frame: wire.Fr
             continue
         touched[tracked.request_id] = tracked
         try:
+            if tracked.ledgers.nearly_full:
+                effects += _endless(controller, tracked, at)
             effects += _HANDLERS[type(event)](controller, tracked, event, at)
-        except LimitReached:
-            raise
-        except BookkeepingError as error:
+        except (BookkeepingError, LimitReached) as error:
             controller.anomalies.record(at, tracked.request_id, f"{type(event).__name__} from {engine}: {error}")
     for tracked in touched.values():
         machine = tracked.machine
         if machine.books is not Books.OPEN or machine.engine is Engine.FINISHED:
             try:
                 movements.fold(tracked, at)
-            except BookkeepingError as error:
+            except (BookkeepingError, LimitReached) as error:
                 controller.anomalies.record(at, tracked.request_id, f"frame {frame.sequence} from {engine}: {error}")
                 continue
             effects += controller.try_settle(tracked, at)
@@ -86,6 +87,23 @@ def _nobody(controller: Controller, engine: str, at: float, event: wire.Event) -
     controller.anomalies.late_events[name] += 1
     if not isinstance(event, _HARMLESS_LATE) and controller.book.find(event.request_id) is not None:
         controller.anomalies.record(at, event.request_id, f"{name} from {engine} after its books were closed")
+
+
+def _endless(controller: Controller, tracked: Tracked, at: float) -> Sequence[Effect]:
+    """Its books are nearly full (a request that is preempted without end): stop it while there is room to."""
+    if tracked.machine.books is not Books.OPEN or tracked.machine.engine in ENGINE_ENDED:
+        return NOTHING
+    text = f"stopped at {len(tracked.ledgers.entries)} entries: its engine moves it without end"
+    controller.anomalies.record(at, tracked.request_id, text)
+    cause = StopCause(semantics=Semantics.FAIL, source=Source.GATEWAY, reason="entry_limit", observed_at=at)
+    return controller.stop(tracked, at, cause)
+
+
+def _above_zero(amount: int, what: str) -> int:
+    """`amount`, before a hot-path counter takes it: a counter that ran wrong could never be folded again."""
+    if amount <= 0:
+        raise InvalidAmount(f"{what} must be above zero, not {amount}")
+    return amount
 
 
 # ---- one handler an event ---------------------------------------------------------------------
@@ -138,7 +156,7 @@ def _moved(controller: Controller, tracked: Tracked, event: wire.Moved, at: floa
 
 
 def _blocks_held(controller: Controller, tracked: Tracked, event: wire.BlocksHeld, at: float) -> Sequence[Effect]:
-    tracked.ledgers.blocks_taken += event.blocks
+    tracked.ledgers.blocks_taken += _above_zero(event.blocks, "blocks held")
     if tracked.settle_due is not None:
         # Blocks taken during a stop are owed back like the rest.
         movements.fold(tracked, at)
@@ -193,7 +211,7 @@ def _slot_returned(controller: Controller, tracked: Tracked, event: wire.SlotRet
 def _tokens_computed(
     controller: Controller, tracked: Tracked, event: wire.TokensComputed, at: float
 ) -> Sequence[Effect]:
-    tracked.ledgers.tokens_computed += event.tokens
+    tracked.ledgers.tokens_computed += _above_zero(event.tokens, "tokens computed")
     if tracked.settle_due is not None:
         movements.fold(tracked, at)
         movements.expect_release(tracked.ledgers, at, max(at, tracked.settle_due))
@@ -202,7 +220,7 @@ def _tokens_computed(
 
 def _tokens_emitted(controller: Controller, tracked: Tracked, event: wire.TokensEmitted, at: float) -> Sequence[Effect]:
     ledgers = tracked.ledgers
-    tokens = min(event.tokens, ledgers.tokens_in_flight)
+    tokens = min(_above_zero(event.tokens, "tokens emitted"), ledgers.tokens_in_flight)
     if tokens < event.tokens:
         twice = event.tokens - tokens
         controller.anomalies.record(at, tracked.request_id, f"{twice} tokens were emitted that were not in flight")
@@ -248,7 +266,7 @@ def _abort_refused(controller: Controller, tracked: Tracked, event: wire.AbortRe
 
 
 def _preempted(controller: Controller, tracked: Tracked, event: wire.Preempted, at: float) -> Sequence[Effect]:
-    tracked.ledgers.tokens_recomputed += event.recompute_tokens
+    tracked.ledgers.tokens_recomputed += max(0, event.recompute_tokens)
     siblings = [place for part, place in (tracked.part_places or {}).items() if part != event.request_id]
     if any(place not in _SET_ASIDE for place in siblings):
         return NOTHING  # one child waits, the request goes on

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stopguard.errors import LimitReached
 from stopguard.ledger import Account, Evidence
 from stopguard.stops import movements
-from stopguard.stops.cause import Semantics, StopCause, prevails
+from stopguard.stops.cause import Semantics, Source, StopCause, prevails
 from stopguard.stops.controller import NOTHING, STOPPING, Controller
 from stopguard.stops.effects import Effect, Preempt, Resume
 from stopguard.stops.machine import Engine, EngineEvent
@@ -24,7 +25,13 @@ __all__ = ["preempt", "preempted", "resume", "resumed"]
 
 
 def preempt(controller: Controller, tracked: Tracked, at: float, cause: StopCause) -> Sequence[Effect]:
-    """Take the request off its engine; it will go on."""
+    """Take the request off its engine; it will go on. Raises `LimitReached` when its books are nearly full."""
+    if tracked.ledgers.nearly_full:
+        raise LimitReached(
+            "entries a request",
+            tracked.ledgers.entry_limit,
+            f"{tracked.request_id} was preempted too often: let it run",
+        )
     tracked.machine.on_engine(EngineEvent.PREEMPT_SENT)
     if prevails(cause, tracked.cause):
         tracked.cause = cause
@@ -45,6 +52,13 @@ def preempted(controller: Controller, tracked: Tracked, at: float, *, shelved: b
         movements.resolve_notices(tracked.ledgers, at, Evidence.STREAM_CLOSED)
         controller.conclude(tracked, "confirmed", Evidence.STREAM_CLOSED)
         return controller.engine_side_over(tracked, at, Evidence.STREAM_CLOSED)
+    if machine.engine is Engine.WITHDRAWN and before is not Engine.WITHDRAWN:
+        # It drained for a client that has left: there is nobody to go on for.
+        movements.fold(tracked, at)
+        movements.shelve(tracked.ledgers, at, Evidence.STREAM_CLOSED)
+        controller.leave_engine(tracked)
+        cause = StopCause(semantics=Semantics.CANCEL, source=Source.CLIENT, reason="shelved", observed_at=at)
+        return controller.begin_stop(tracked, at, cause)
     if machine.engine in (Engine.PARKED, Engine.SHELVED) and before is not machine.engine:
         tracked.preemptions += 1
         movements.fold(tracked, at)
