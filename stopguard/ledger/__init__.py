@@ -5,7 +5,7 @@ request's books) and `book` (all of them).
 """
 
 from stopguard.ledger.accounts import Account, Ledger, Role, Unit
-from stopguard.ledger.book import Book, BookLimits, BookStatistics
+from stopguard.ledger.book import Book
 from stopguard.ledger.entries import Entry, EntryState, Evidence
 from stopguard.ledger.errors import (
     DuplicateRequest,
@@ -18,6 +18,7 @@ from stopguard.ledger.errors import (
     UnknownRequest,
 )
 from stopguard.ledger.leaks import Leak
+from stopguard.ledger.limits import BookLimits, BookStatistics
 from stopguard.ledger.obligations import Obligation
 from stopguard.ledger.reconcile import Difference, EngineGauges, Reconciler, Reconciliation, reconcile
 from stopguard.ledger.record import Mark, RequestRecord, StopSummary, decode_record, encode_record

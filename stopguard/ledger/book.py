@@ -13,39 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-import msgspec
-
 from stopguard.errors import LimitReached
 from stopguard.ledger.accounts import ACCOUNT_COUNT, ACCOUNTS, CLOSING_ACCOUNTS, OPEN_ACCOUNT_COUNT, Account, Ledger
 from stopguard.ledger.errors import DuplicateRequest, IllegalMovement, Overdraft, UnknownRequest
 from stopguard.ledger.leaks import Leak
+from stopguard.ledger.limits import BookLimits, BookStatistics
 from stopguard.ledger.request import RequestLedgers
 
-__all__ = ["Book", "BookLimits", "BookStatistics"]
-
-
-class BookLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of a book. `recent` is how many closed requests are remembered."""
-
-    open_requests: int = 100_000
-    entries_per_request: int = 4096
-    engine_models: int = 256
-    recent: int = 1024
-    overdue: int = 10_000
-    leaks: int = 10_000
-
-
-class BookStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts at one moment. `open_ledgers[ledger]` is how many requests have that ledger open."""
-
-    open_requests: int
-    overdue_requests: int
-    opened: int
-    settled: int
-    written_off: int
-    leaks_found: int
-    closed_late: int
-    open_ledgers: dict[Ledger, int]
+__all__ = ["Book"]
 
 
 class Book:

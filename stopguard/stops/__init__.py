@@ -14,8 +14,9 @@ from stopguard.stops.effects import Effect, RetryAdvice
 from stopguard.stops.gauges import engine_died, observe_gauges
 from stopguard.stops.machine import Books, Client, Engine, IllegalTransition, Machine
 from stopguard.stops.observations import observe_frame
+from stopguard.stops.patience import ClientPolicy, DeadlineKind, StopConfig
 from stopguard.stops.timers import Timer, TimerWheel
-from stopguard.stops.tracked import ClientPolicy, DeadlineKind, StopConfig, Tracked
+from stopguard.stops.tracked import Tracked
 
 __all__ = [
     "CLOSE_CONNECTION",

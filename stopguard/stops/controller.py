@@ -58,8 +58,9 @@ from stopguard.stops.machine import (
     Engine,
     EngineEvent,
 )
+from stopguard.stops.patience import ClientPolicy, DeadlineKind, StopConfig, TimerKind
 from stopguard.stops.timers import TimerWheel
-from stopguard.stops.tracked import ClientPolicy, DeadlineKind, StopConfig, TimerKind, Tracked
+from stopguard.stops.tracked import Tracked
 
 __all__ = ["Controller"]
 

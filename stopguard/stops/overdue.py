@@ -17,7 +17,8 @@ from stopguard.ledger import Evidence
 from stopguard.stops import movements
 from stopguard.stops.effects import Effect, Leaked
 from stopguard.stops.machine import CLIENT_ENDED, Books, BooksEvent, Client, Engine, EngineEvent
-from stopguard.stops.tracked import TimerKind, Tracked
+from stopguard.stops.patience import TimerKind
+from stopguard.stops.tracked import Tracked
 
 if TYPE_CHECKING:
     from stopguard.stops.controller import Controller

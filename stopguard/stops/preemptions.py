@@ -19,7 +19,8 @@ from stopguard.stops.cause import Semantics, Source, StopCause, prevails
 from stopguard.stops.controller import NOTHING, STOPPING, Controller
 from stopguard.stops.effects import Effect, Preempt, Resume
 from stopguard.stops.machine import Engine, EngineEvent
-from stopguard.stops.tracked import TimerKind, Tracked
+from stopguard.stops.patience import TimerKind
+from stopguard.stops.tracked import Tracked
 
 __all__ = ["preempt", "preempted", "resume", "resumed"]
 

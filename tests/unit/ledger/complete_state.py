@@ -51,12 +51,15 @@ def state_of_book(book: Book) -> dict[str, Any]:
 @contextmanager
 def refused(of: Book | RequestLedgers, error: type[StopGuardError], match: str) -> Iterator[None]:
     """The block raises exactly `error` with a text that matches, and nothing whatever has changed."""
-    take = state_of_book if isinstance(of, Book) else state_of
-    before = take(of)  # type: ignore[operator]
+
+    def take() -> dict[str, Any]:
+        return state_of_book(of) if isinstance(of, Book) else state_of(of)
+
+    before = take()
     with pytest.raises(error, match=match) as caught:
         yield
     assert type(caught.value) is error
-    assert take(of) == before  # type: ignore[operator]
+    assert take() == before
 
 
 def opened(**arguments: Any) -> RequestLedgers:

@@ -49,7 +49,13 @@ class TestTheLifeOfARequest:
             "<Book open 0 (queue=0 kv=0 output=0 link=0 stream=0) overdue 0 settled 1 written off 0 leaks 0>"
         )
         assert ledgers.closed_at == 5.0
-        assert ("r1" in book, len(book), list(book), book.find("r1"), book.recent()) == (False, 0, [], ledgers, [ledgers])
+        assert ("r1" in book, len(book), list(book), book.find("r1"), book.recent()) == (
+            False,
+            0,
+            [],
+            ledgers,
+            [ledgers],
+        )
         book.verify()
 
     def test_settling_folds_first(self) -> None:

@@ -77,7 +77,9 @@ def test_names_without_numbers_are_enough() -> None:
     assert lines(result)[0] == "queue places ours 1 theirs 2 +1['stranger'] -0"
 
 
-@pytest.mark.parametrize("gauges", [EngineGauges(at=2.0), EngineGauges(at=2.0, running=5), EngineGauges(at=2.0, waiting=5)])
+@pytest.mark.parametrize(
+    "gauges", [EngineGauges(at=2.0), EngineGauges(at=2.0, running=5), EngineGauges(at=2.0, waiting=5)]
+)
 def test_silence_is_never_zero(gauges: EngineGauges) -> None:
     result = reconcile([request("a", held=3)], gauges)
     assert result.agrees

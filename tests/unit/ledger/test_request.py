@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -47,9 +48,9 @@ class TestTheBooksStepByStep:
         ledgers.fold(5.0)
         assert ledgers.describe(Ledger.OUTPUT) == "output: delivered 7 tokens"
         ledgers.post(A.QUEUE_RUNNING, A.QUEUE_GONE, 1, 5.0)
-        assert not ledgers.all_closed
+        before = ledgers.all_closed
         ledgers.post(A.STREAM_CONNECTED, A.STREAM_CLOSED, 1, 6.0)
-        assert ledgers.all_closed
+        assert (before, ledgers.all_closed) == (False, True)
         assert repr(ledgers) == (
             "<r1 queue: gone 1 places | kv: empty | output: delivered 7 tokens | link: empty | "
             "stream: closed 1 connections>"
@@ -346,7 +347,11 @@ class TestWhatIsRefusedChangesNothing:
             ledgers.correct(wrong.sequence, 4.0, "x")
 
     def test_a_counter_that_runs_ahead(self) -> None:
-        for counter, account in (("tokens_delivered", "in_flight"), ("bytes_sent", "buffered"), ("blocks_returned", "held")):
+        for counter, account in (
+            ("tokens_delivered", "in_flight"),
+            ("bytes_sent", "buffered"),
+            ("blocks_returned", "held"),
+        ):
             _, ledgers = running()
             setattr(ledgers, counter, 11)
             with refused(ledgers, Overdraft, f"11 .* were to leave .*{account}"):
@@ -370,15 +375,16 @@ class TestWhatIsRefusedChangesNothing:
                 end(ledgers, 4.0)
                 assert book.settle(ledgers, 4.0)
             ledgers.bytes_received += 1
-            for call in (
-                lambda ledgers=ledgers: ledgers.post(A.KV_POOL, A.KV_HELD, 1, 5.0),
-                lambda ledgers=ledgers: ledgers.pend(A.KV_HELD, A.KV_POOL, 1, 5.0, 9.0),
-                lambda ledgers=ledgers: ledgers.leave(A.KV_HELD, A.KV_POOL, 1, 5.0),
-                lambda ledgers=ledgers: ledgers.correct(2, 5.0, "x"),
-                lambda ledgers=ledgers: ledgers.fold(5.0),
-                lambda ledgers=ledgers: ledgers.give_up(A.KV_HELD, 5.0, "x"),
-                lambda ledgers=ledgers: ledgers.write_off(5.0, "x"),
-            ):
+            calls: list[Callable[[], object]] = [
+                partial(ledgers.post, A.KV_POOL, A.KV_HELD, 1, 5.0),
+                partial(ledgers.pend, A.KV_HELD, A.KV_POOL, 1, 5.0, 9.0),
+                partial(ledgers.leave, A.KV_HELD, A.KV_POOL, 1, 5.0),
+                partial(ledgers.correct, 2, 5.0, "x"),
+                partial(ledgers.fold, 5.0),
+                partial(ledgers.give_up, A.KV_HELD, 5.0, "x"),
+                partial(ledgers.write_off, 5.0, "x"),
+            ]
+            for call in calls:
                 word = "written off" if written_off else "settled"
                 with refused(ledgers, RequestClosed, f"was {word} at 4.000000; its books are closed"):
                     call()

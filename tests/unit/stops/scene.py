@@ -31,9 +31,7 @@ PROBE = Door(name="probe", kind=DoorKind.PROBE, worth=Evidence.PROBE)
 PROBED = EngineProfile(
     name="probed", doors=(PROBE, CLOSE_CONNECTION), best_evidence=Evidence.PROBE, probed=True, retry=RETRY
 )
-STREAM = EngineProfile(
-    name="stream", doors=(CALL, CLOSE_CONNECTION), best_evidence=Evidence.STREAM_CLOSED, retry=RETRY
-)
+STREAM = EngineProfile(name="stream", doors=(CALL, CLOSE_CONNECTION), best_evidence=Evidence.STREAM_CLOSED, retry=RETRY)
 GAUGED = EngineProfile(name="gauged", doors=(CALL, CLOSE_CONNECTION), best_evidence=Evidence.GAUGE, retry=RETRY)
 SILENT = EngineProfile(name="silent", doors=(CALL, CLOSE_CONNECTION), best_evidence=Evidence.ACCEPTED, retry=RETRY)
 ALL_PROFILES = (PROBED, STREAM, GAUGED, SILENT)
@@ -105,7 +103,11 @@ class Scene:
         return self.said(self.controller.client_left(tracked, self.at, method, **arguments))
 
     def stop(
-        self, tracked: Tracked, reason: str = "api", semantics: Semantics = Semantics.CANCEL, source: Source = Source.API
+        self,
+        tracked: Tracked,
+        reason: str = "api",
+        semantics: Semantics = Semantics.CANCEL,
+        source: Source = Source.API,
     ) -> list[str]:
         cause = StopCause(semantics=semantics, source=source, reason=reason, observed_at=self.at)
         return self.said(self.controller.stop(tracked, self.at, cause))

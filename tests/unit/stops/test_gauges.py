@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from stopguard.ledger import EngineGauges, Evidence
+from stopguard.stops import AbortAnswer, engine_died, observe_gauges
+from tests.unit.stops.scene import GAUGED, PROBED, STREAM, Scene
+
+
+def look(scene: Scene, running: int | None, waiting: int | None = 0, at: float | None = None) -> list[str]:
+    gauges = EngineGauges(at=scene.at if at is None else at, running=running, waiting=waiting)
+    return scene.said(observe_gauges(scene.controller, "gauged", scene.at, gauges))
+
+
+def test_an_accepted_stop_asks_for_the_gauges() -> None:
+    scene = Scene()
+    tracked = scene.running(GAUGED)
+    scene.leave(tracked)
+    answer = scene.controller.abort_answered(tracked, scene.at, "call", AbortAnswer.ACCEPTED)
+    assert scene.said(answer) == ["observe gauged"]
+
+
+def test_as_few_in_the_engine_as_are_alive_proves_every_stop() -> None:
+    scene = Scene()
+    scene.running(GAUGED, "alive")
+    stopping = [scene.running(GAUGED, name) for name in ("r1", "r2")]
+    for tracked in stopping:
+        scene.leave(tracked)
+    scene.at += 1.0
+    assert look(scene, running=2) == ["observe gauged"]  # one too many: it could be either
+    assert look(scene, running=0, waiting=1) == ["settled r1", "settled r2"]
+    stop = stopping[0].ledgers.stop
+    assert stop is not None
+    assert (stop.outcome, stop.evidence) == ("confirmed", Evidence.GAUGE)
+
+
+def test_gauges_from_before_the_abort_prove_nothing() -> None:
+    scene = Scene()
+    scene.leave(scene.running(GAUGED))
+    assert look(scene, running=0, at=scene.at - 1.0) == []
+    assert look(scene, running=0, at=scene.at) == []
+
+
+def test_silence_proves_nothing() -> None:
+    scene = Scene()
+    scene.leave(scene.running(GAUGED))
+    scene.at += 1.0
+    assert look(scene, running=None) == []
+    assert look(scene, running=0, waiting=None) == []
+    assert not scene.empty()
+
+
+def test_without_a_stop_nothing_is_asked() -> None:
+    scene = Scene()
+    scene.running(GAUGED)
+    assert look(scene, running=5) == []
+
+
+def test_a_dead_engine_holds_nothing() -> None:
+    scene = Scene()
+    left, listening, other = (
+        scene.running(PROBED, "left"),
+        scene.running(PROBED, "listening"),
+        scene.running(STREAM, "o"),
+    )
+    scene.leave(left)
+    words = scene.said(engine_died(scene.controller, "probed", scene.at, "process died"))
+    assert words == [
+        "settled left",
+        "stop began listening",
+        "tell listening process died: unsafe; reason=the engine was lost and may have been working",
+    ]
+    assert scene.said(scene.controller.client_told(listening, scene.at)) == ["settled listening"]
+    assert list(scene.controller.tracked.values()) == [other]
+    assert not scene.controller.parts
+    assert scene.said(engine_died(scene.controller, "probed", scene.at, "again")) == []
+
+
+def test_a_dead_engine_takes_its_overdue_requests_along() -> None:
+    scene = Scene()
+    scene.leave(scene.running(PROBED))
+    assert any(word.startswith("leaked") for word in scene.step(111.0))
+    assert scene.said(engine_died(scene.controller, "probed", scene.at, "process died")) == ["settled r1"]
+    assert scene.book.statistics().closed_late == 1
+    assert scene.empty()
