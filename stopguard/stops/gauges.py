@@ -17,6 +17,10 @@ def observe_gauges(controller: Controller, engine: str, at: float, gauges: Engin
 
     That holds for the stops that were notified before the gauges were read. With one request more,
     nothing can be said about any of them, and the gauges are wanted again.
+
+    One reading is proof only when the engine runs nothing at all. Otherwise a live request may just have
+    ended without our knowing, and what seems to have room is the one that was not stopped; so the same must
+    be seen again, `StopConfig.gauge_apart_seconds` later, when we know of that end.
     """
     members = controller.in_engine.get(engine)
     if not members or gauges.running is None or gauges.waiting is None:
@@ -29,11 +33,22 @@ def observe_gauges(controller: Controller, engine: str, at: float, gauges: Engin
             told.append(tracked)
     if not told:
         return NOTHING
-    if gauges.running + gauges.waiting > len(members) - len(stopping):
+    in_engine = gauges.running + gauges.waiting
+    if in_engine > len(members) - len(stopping):
+        for tracked in told:
+            tracked.cleared_at = None
         return (Observe(engine),)
     effects: list[Effect] = []
+    unsure = False
     for tracked in told:
-        effects += controller.acknowledged(tracked, at, Evidence.GAUGE)
+        if tracked.cleared_at is None:
+            tracked.cleared_at = gauges.at
+        if in_engine == 0 or gauges.at - tracked.cleared_at >= controller.config.gauge_apart_seconds:
+            effects += controller.acknowledged(tracked, at, Evidence.GAUGE)
+        else:
+            unsure = True
+    if unsure:
+        effects.append(Observe(engine))
     return effects
 
 

@@ -54,10 +54,12 @@ class StopConfig(msgspec.Struct, frozen=True, kw_only=True):
     `settle_seconds`: from a stop (or a finish) to five closed ledgers; later is a leak.
     `tell_seconds`: how long a dismissed client waits for the ack, so that it can be told whether a
     retry is safe. `write_off_seconds`: how long an overdue request is kept open for a late end.
+    `gauge_apart_seconds`: how far apart two readings of an engine's gauges must be to be two.
     """
 
     settle_seconds: float = 10.0
     tell_seconds: float = 0.5
     preempt_seconds: float = 5.0
     write_off_seconds: float = 300.0
+    gauge_apart_seconds: float = 0.05
     book_errors: int = 1000

@@ -25,6 +25,7 @@ class Tracked:
     __slots__ = (
         "attempts",
         "cause",
+        "cleared_at",
         "deadlines",
         "discarding",
         "door_index",
@@ -65,6 +66,8 @@ class Tracked:
         self.door_index = 0
         self.tries_at_door = 0
         self.preemptions = 0
+        # When the engine's gauges first had no room for it any more, after its abort.
+        self.cleared_at: float | None = None
         self.settle_due: float | None = None
         # Made on first use.
         self.timers: dict[TimerKind, Timer[Any]] | None = None

@@ -24,7 +24,17 @@ _COPIED_OR_NONE_LEDGERS = ("reserved", "leaks", "labels")
 _SPECIAL_LEDGERS = ("obligations", "stop", "totals")
 _SAME_TRACKED = (
     *("request_id", "profile", "cause", "events", "folded_events", "last_activity_at", "muted", "output_started"),
-    *("discarding", "told", "attempts", "door_index", "tries_at_door", "preemptions", "settle_due", "owner"),
+    *(
+        "discarding",
+        "told",
+        "attempts",
+        "door_index",
+        "tries_at_door",
+        "preemptions",
+        "settle_due",
+        "cleared_at",
+        "owner",
+    ),
 )
 _COPIED_OR_NONE_TRACKED = ("part_places", "part_ids", "parts_over")
 _SPECIAL_TRACKED = ("ledgers", "machine", "timers", "deadlines")

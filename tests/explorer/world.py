@@ -45,7 +45,9 @@ from tests.explorer.clone import clone, small_wheel
 A = Account
 TICK_SECONDS = 0.25
 RETRY = RetryPolicy(tries_per_door=1, first_wait_seconds=1.0, factor=1.0, longest_wait_seconds=1.0, tries=2)
-CONFIG = StopConfig(settle_seconds=4.0, tell_seconds=1.5, preempt_seconds=2.0, write_off_seconds=8.0)
+CONFIG = StopConfig(
+    settle_seconds=4.0, tell_seconds=1.5, preempt_seconds=2.0, write_off_seconds=8.0, gauge_apart_seconds=TICK_SECONDS
+)
 TOTAL_SECONDS = 6.0
 UNLIMITED = math.inf
 
@@ -307,6 +309,7 @@ class World:
         return (
             *(int(machine.client), int(machine.engine), int(machine.books)),
             *(tracked.muted, tracked.discarding, tracked.output_started, tracked.told, tracked.attempts),
+            tracked.cleared_at is not None,
             *(tracked.door_index, tracked.tries_at_door, tracked.events - tracked.folded_events),
             cause and (cause.semantics.value, cause.source.value),
             tracked.settle_due and tracked.settle_due - now,

@@ -26,10 +26,45 @@ def test_as_few_in_the_engine_as_are_alive_proves_every_stop() -> None:
         scene.leave(tracked)
     scene.at += 1.0
     assert look(scene, running=2) == ["observe gauged"]  # one too many: it could be either
+    assert look(scene, running=0, waiting=1) == ["observe gauged"]  # as few as are alive, but seen only once
+    scene.at += 1.0
     assert look(scene, running=0, waiting=1) == ["settled r1", "settled r2"]
     stop = stopping[0].ledgers.stop
     assert stop is not None
     assert (stop.outcome, stop.evidence) == ("confirmed", Evidence.GAUGE)
+
+
+def test_a_finish_that_is_not_known_yet_does_not_confirm_somebody_elses_stop() -> None:
+    scene = Scene()
+    ending = scene.running(GAUGED, "ending")
+    scene.leave(scene.running(GAUGED, "lost"))  # its abort got lost: it still runs
+    scene.at += 1.0
+    # "ending" is over in the engine, and its last byte is still on the way: one runs, one is alive.
+    assert look(scene, running=1) == ["observe gauged"]
+    scene.said(scene.controller.engine_finished(ending, scene.at))
+    scene.said(scene.controller.client_served(ending, scene.at))
+    scene.at += 1.0
+    assert look(scene, running=1) == ["observe gauged"]
+    assert not scene.empty()
+    scene.at += 1.0
+    assert look(scene, running=0) == ["settled lost"]
+
+
+def test_two_readings_at_once_are_one() -> None:
+    scene = Scene()
+    scene.running(GAUGED, "alive")
+    scene.leave(scene.running(GAUGED))
+    scene.at += 1.0
+    assert look(scene, running=1) == ["observe gauged"]
+    assert look(scene, running=1) == ["observe gauged"]
+
+
+def test_an_empty_engine_is_proof_at_once() -> None:
+    scene = Scene()
+    scene.running(GAUGED, "alive")
+    scene.leave(scene.running(GAUGED))
+    scene.at += 1.0
+    assert look(scene, running=0) == ["settled r1"]
 
 
 def test_gauges_from_before_the_abort_prove_nothing() -> None:
