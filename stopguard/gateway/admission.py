@@ -1,0 +1,292 @@
+"""Admission: what happens between a complete request and its engine.
+
+A request is refused early and cheaply (429, 503, 404, each saying that a retry is safe), or its books are
+opened and it is placed: with an engine that serves its model and has room, or in the queue. The queue is in
+order of arrival, except that a request whose engines are full does not hold up one whose engine is free.
+
+`Idempotency-Key`: a retry that comes while the first try is alive takes its place (`supersede`) or joins it.
+A retry that takes another's place waits until the other is settled, so that the two never run side by side.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from stopguard.errors import LimitReached
+from stopguard.gateway import terminal
+from stopguard.gateway.exchange import Exchange
+from stopguard.gateway.identifiers import IdSource
+from stopguard.gateway.joining import Recording
+from stopguard.gateway.routes import BodyFacts, RouteKind, key_digest, kind_of, policy_for, read_facts
+from stopguard.gateway.settings import Idempotency
+from stopguard.gateway.upstream import Loss
+from stopguard.stops import ClientPolicy, DeadlineKind, RetryAdvice, Semantics, Source, StopCause
+
+if TYPE_CHECKING:
+    from stopguard.gateway.downstream import Downstream
+    from stopguard.gateway.fleet import Member
+    from stopguard.gateway.head import RequestHead
+    from stopguard.gateway.server import Gateway
+
+__all__ = ["Admission", "Standing"]
+
+_NO_FACTS = BodyFacts()
+_NEVER_SENT = RetryAdvice(True, "never dispatched")
+_PUMP_AT_ONCE = 64
+"""How many queued requests are looked at when one place becomes free."""
+
+
+class Standing:
+    """What is known of every request with the same head before its body is read.
+
+    `openings` keeps, for each engine, what the head becomes on the way to it.
+    """
+
+    __slots__ = ("digest", "kind", "openings", "ours", "policy", "timed")
+
+    def __init__(self, *, kind: RouteKind, digest: str, policy: ClientPolicy, ours: bool, timed: bool) -> None:
+        self.kind = kind
+        self.digest = digest
+        self.policy = policy
+        self.ours = ours
+        self.timed = timed
+        self.openings: dict[Member, bytes] = {}
+
+
+class Admission:
+    """Takes requests in, and keeps the queue of those that no engine has room for."""
+
+    __slots__ = ("_gateway", "_ids", "_no_tenant", "queue", "refused")
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._ids = IdSource()
+        self._no_tenant = key_digest(b"")
+        self.queue: dict[Exchange, list[Member]] = {}
+        self.refused = 0
+
+    def judge(self, head: RequestHead) -> None:
+        """Find out once what holds for all requests with this head, and keep it in `head.standing`."""
+        gateway = self._gateway
+        path, method = head.path, head.method
+        kind = kind_of(path)
+        digest = key_digest(head.credential) if head.credential else self._no_tenant
+        merged = path == "/v1/models" and method == b"GET" and len(gateway.fleet.members) > 1
+        timeouts = gateway.timeouts
+        wanted = head.total_seconds, head.first_token_seconds, timeouts.total_seconds, timeouts.first_token_seconds
+        head.standing = Standing(
+            kind=kind,
+            digest=digest,
+            policy=policy_for(gateway.settings.policies, path, kind, digest),
+            ours=merged or path.startswith("/v1/requests/"),
+            timed=any(seconds is not None for seconds in (*wanted, timeouts.longest_total_seconds)),
+        )
+
+    def admit(self, client: Downstream, head: RequestHead, body: bytes) -> None:
+        """Take a request in, or refuse it."""
+        gateway = self._gateway
+        standing: Standing = head.standing
+        kind, digest = standing.kind, standing.digest
+        facts = read_facts(body, head.content_type) if body else _NO_FACTS
+        model = facts.model or ""
+        candidates = gateway.fleet.serving(model)
+        refusal = self._reason_to_refuse(head, model, candidates)
+        if refusal is not None:
+            self.refuse(client, head, body, kind, refusal)
+            return
+        if head.idempotency_key and self._join(client, head, body, digest):
+            return
+        at = monotonic()
+        request_id = self._ids.next()
+        try:
+            tracked = gateway.controller.admit(request_id, at, model=gateway.fleet.label(model))
+        except LimitReached as error:
+            notice = terminal.Notice(status=503, code="books_full", message=str(error), advice=_NEVER_SENT)
+            self.refuse(client, head, body, kind, notice)
+            return
+        exchange = Exchange(gateway, client, head, body, facts, tracked)
+        tracked.owner = exchange
+        client.serving = exchange
+        gateway.registry.add(exchange)
+        if standing.timed:
+            self._set_deadlines(exchange, at)
+        if head.idempotency_key and self._must_wait(exchange, at):
+            self._set_queue_deadline(exchange, at)
+            return
+        self.place(exchange, candidates, at)
+
+    def place(self, exchange: Exchange, candidates: list[Member], at: float) -> None:
+        """Send it to the best engine, or let it wait in the queue for one."""
+        gateway = self._gateway
+        member = None
+        if len(gateway.registry) - len(self.queue) <= gateway.limits.concurrent_requests:
+            member = gateway.fleet.choose(candidates, exchange.tried)
+        if member is None:
+            self.queue[exchange] = candidates
+        else:
+            exchange.member = member
+            member.pool.acquire(exchange)
+        if not exchange.dispatched and not exchange.tracked.muted:
+            self._set_queue_deadline(exchange, at)
+
+    def output_began(self, exchange: Exchange, at: float) -> None:
+        """The first piece of output: from now on the stream may not rest for too long."""
+        self._gateway.controller.output_started(exchange.tracked, at)
+        seconds = self._gateway.timeouts.idle_stream_seconds
+        if seconds is not None and not exchange.tracked.muted:
+            exchange.tracked.last_activity_at = at
+            self._set_deadline(exchange, DeadlineKind.IDLE, at + seconds)
+
+    def withdraw(self, exchange: Exchange) -> None:
+        """It waits for nothing any more."""
+        self.queue.pop(exchange, None)
+        if exchange.member is not None and not exchange.dispatched:
+            exchange.member.pool.withdraw(exchange)
+
+    def pump(self, at: float) -> None:
+        """A place may have become free: give it to whoever has waited longest and can use it."""
+        gateway = self._gateway
+        for exchange, candidates in list(islice(self.queue.items(), _PUMP_AT_ONCE)):
+            if len(gateway.registry) - len(self.queue) >= gateway.limits.concurrent_requests:
+                return
+            member = gateway.fleet.choose(candidates, exchange.tried)
+            if member is not None:
+                del self.queue[exchange]
+                exchange.member = member
+                member.pool.acquire(exchange)
+
+    def connect_failed(self, exchange: Exchange, reason: str) -> None:
+        """No connection to the chosen engine: try another, or say that there is none. Nothing was sent."""
+        gateway = self._gateway
+        at = monotonic()
+        member = exchange.member
+        assert member is not None
+        member.failed(at)
+        exchange.member = None
+        exchange.tried = (*exchange.tried, member)
+        candidates = gateway.fleet.serving(exchange.asked_model)
+        left = [each for each in candidates if each not in exchange.tried]
+        if left:
+            self.place(exchange, left, at)
+            return
+        exchange.detail = f"engine {member.engine.name} cannot be reached ({reason})"
+        cause = StopCause(semantics=Semantics.FAIL, source=Source.ENGINE, reason=Loss.UNREACHABLE, observed_at=at)
+        gateway.carry_out(gateway.controller.stop(exchange.tracked, at, cause), at)
+
+    def follow(self, exchange: Exchange, at: float) -> None:
+        """The request that `exchange` had to wait for is settled."""
+        if not exchange.tracked.muted and exchange.keeps_client:
+            self.place(exchange, self._gateway.fleet.serving(exchange.asked_model), at)
+
+    def refuse(
+        self, client: Downstream, head: RequestHead, body: bytes, kind: RouteKind, notice: terminal.Notice
+    ) -> None:
+        """Answer at once, without books."""
+        self.refused += 1
+        self._gateway.give_body_room(len(body))
+        keep_alive = head.keep_alive and (client.takes_more or bool(client.ready)) and not notice.close
+        client.write(
+            terminal.error_response(
+                kind,
+                notice,
+                alias=head.alias,
+                keep_alive=keep_alive,
+                head_only=head.method == b"HEAD",
+                http_1_1=head.http_1_1,
+            )
+        )
+        client.response_done(keep_alive=keep_alive)
+
+    def too_many_connections(self) -> bytes:
+        """The answer to a connection beyond the limit."""
+        self.refused += 1
+        notice = terminal.Notice(
+            status=503,
+            code="too_many_connections",
+            message="too many connections are open here: try again later",
+            advice=_NEVER_SENT,
+            retry_after_seconds=1,
+        )
+        return terminal.error_response(RouteKind.OTHER, notice, keep_alive=False)
+
+    # ---- private -------------------------------------------------------------------------------
+
+    def _reason_to_refuse(self, head: RequestHead, model: str, candidates: list[Member]) -> terminal.Notice | None:
+        gateway = self._gateway
+        if gateway.draining:
+            message = "this gateway is shutting down: send the request to another one"
+            return terminal.Notice(
+                status=503, code="shutdown", message=message, advice=_NEVER_SENT, retry_after_seconds=1, close=True
+            )
+        if head.path in gateway.fleet.control_paths and not gateway.settings.allow_engine_control:
+            message = f"{head.path} controls the engine itself and is not open to clients; use DELETE /v1/requests/ID"
+            return terminal.Notice(status=403, code="engine_control", message=message, should_retry=False)
+        if not candidates:
+            known = ", ".join(sorted(gateway.fleet.models())[:20])
+            message = f"the model {model[:100]!r} is not served here; there are: {known}"
+            return terminal.Notice(status=404, code="model_not_found", message=message, advice=_NEVER_SENT)
+        if len(self.queue) >= gateway.limits.queued_requests and gateway.fleet.choose(candidates) is None:
+            message = f"{len(self.queue)} requests are waiting already: try again later"
+            return terminal.Notice(
+                status=429, code="queue_full", message=message, advice=_NEVER_SENT, retry_after_seconds=1
+            )
+        return None
+
+    def _set_deadlines(self, exchange: Exchange, at: float) -> None:
+        gateway = self._gateway
+        head, timeouts = exchange.head, gateway.timeouts
+        total = head.total_seconds or timeouts.total_seconds
+        longest = timeouts.longest_total_seconds
+        if longest is not None:
+            total = longest if total is None else min(total, longest)
+        if total is not None:
+            self._set_deadline(exchange, DeadlineKind.TOTAL, at + total)
+        first = head.first_token_seconds or timeouts.first_token_seconds
+        if first is not None:
+            self._set_deadline(exchange, DeadlineKind.FIRST_TOKEN, at + first)
+
+    def _set_queue_deadline(self, exchange: Exchange, at: float) -> None:
+        seconds = self._gateway.timeouts.queue_seconds
+        if seconds is not None:
+            self._set_deadline(exchange, DeadlineKind.QUEUE, at + seconds)
+
+    def _set_deadline(self, exchange: Exchange, kind: DeadlineKind, due_at: float) -> None:
+        self._gateway.controller.set_deadline(exchange.tracked, kind, due_at)
+        self._gateway.wake_at(due_at)
+
+    def _join(self, client: Downstream, head: RequestHead, body: bytes, digest: str) -> bool:
+        """Whether the request has joined a live one with the same key."""
+        gateway = self._gateway
+        if gateway.settings.idempotency is not Idempotency.JOIN or not head.http_1_1:
+            return False
+        before = gateway.registry.key_holder(digest, head.idempotency_key)
+        if before is None or before.tracked.muted or before.recording is None or not before.head.http_1_1:
+            return False
+        if not before.recording.join(client):
+            return False
+        gateway.give_body_room(len(body))
+        return True
+
+    def _must_wait(self, exchange: Exchange, at: float) -> bool:
+        """Take the key over; whether an earlier request with it must be settled first."""
+        gateway = self._gateway
+        mode = gateway.settings.idempotency
+        if mode is Idempotency.OFF:
+            return False
+        before = gateway.registry.hold_key(exchange)
+        if mode is Idempotency.JOIN:
+            exchange.recording = Recording(exchange, gateway.limits.joined_bytes)
+        if before is None:
+            return False
+        # One that waits itself was never sent: whom it waits for is whom the new one has to wait for.
+        ahead = before.predecessor or before
+        before.predecessor = None
+        ahead.follower = exchange
+        exchange.predecessor = ahead
+        if not before.tracked.muted:
+            cause = StopCause(semantics=Semantics.CANCEL, source=Source.SUPERSEDED, reason="superseded", observed_at=at)
+            gateway.carry_out(gateway.controller.stop(before.tracked, at, cause), at)
+        # Settled within the call: then `follow` has placed it already.
+        return exchange.follows or exchange.at_engine or exchange in self.queue
