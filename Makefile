@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-dev
-SOURCES := stopguard tests $(wildcard benchmarks adapters/stopguard_*)
+SOURCES := stopguard tests tools $(wildcard benchmarks adapters/stopguard_*)
 BENCHMARKS ?= $(filter-out _%,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # What a caller's environment must not change about the installation.
@@ -18,7 +18,7 @@ unexport PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT VIRTUAL_E
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint types unit format bench docs constraints clean distclean
+.PHONY: help demo test check lint types unit format bench compiled docs constraints clean distclean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,9 @@ format: $(STAMP) ## Rewrite the sources as `make lint` wants them
 
 bench: $(STAMP) ## Measure what StopGuard costs, beside its peers
 	@for name in $(BENCHMARKS); do echo "== benchmarks/$$name.py"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+compiled: $(STAMP) ## A wheel in dist/ whose heart and relay are compiled: the same code, half the CPU a request
+	$(BIN)/python tools/compiled_wheel.py dist
 
 docs: $(STAMP) ## Write the generated pages of docs/ again
 	@for script in docs/generate_*.py; do \

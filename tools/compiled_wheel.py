@@ -22,6 +22,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 MODULES = (
+    "stopguard/gateway/admission.py",
+    "stopguard/gateway/downstream.py",
+    "stopguard/gateway/exchange.py",
+    "stopguard/gateway/fleet.py",
+    "stopguard/gateway/framing.py",
+    "stopguard/gateway/identifiers.py",
+    "stopguard/gateway/registry.py",
+    "stopguard/gateway/seen_heads.py",
+    "stopguard/gateway/server.py",
+    "stopguard/gateway/upstream.py",
     "stopguard/ledger/book.py",
     "stopguard/ledger/obligations.py",
     "stopguard/ledger/request.py",
@@ -30,6 +40,7 @@ MODULES = (
     "stopguard/stops/machine.py",
     "stopguard/stops/movements.py",
     "stopguard/stops/observations.py",
+    "stopguard/stops/overdue.py",
     "stopguard/stops/straight.py",
     "stopguard/stops/timers.py",
     "stopguard/stops/tracked.py",
@@ -65,10 +76,11 @@ def _say_that_it_is_not_pure(tree: Path) -> None:
 
 
 def _run(module: str, *arguments: str, cwd: Path | None = None) -> None:
-    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{module} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1] if len(sys.argv) > 1 else "dist")))
+    sys.stdout.write(f"{build(Path(sys.argv[1] if len(sys.argv) > 1 else 'dist'))}\n")

@@ -4,7 +4,7 @@ Start at `server` (the gateway), then `exchange` (one request on its way), `down
 connections it joins), `liveness` (how a client is known to be gone) and `head` (why nothing can be smuggled).
 """
 
-from stopguard.gateway.server import Gateway, GatewayStatistics, loop_factory
+from stopguard.gateway.server import Gateway, loop_factory
 from stopguard.gateway.settings import (
     EngineSettings,
     GatewaySettings,
@@ -16,6 +16,7 @@ from stopguard.gateway.settings import (
     Policies,
     Timeouts,
 )
+from stopguard.gateway.statistics import GatewayStatistics
 
 __all__ = [
     "EngineSettings",

@@ -18,6 +18,7 @@ at by the gateway's single timer.
 from __future__ import annotations
 
 import asyncio
+import enum
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,8 +42,8 @@ _NEVER = float("inf")
 _NOT_SENT = RetryAdvice(True, "never dispatched")
 
 
-class Phase:
-    """What a connection waits for. Plain numbers, compared by the hot path."""
+class Phase(enum.IntEnum):
+    """What a connection waits for."""
 
     IDLE = 0
     HEAD = 1

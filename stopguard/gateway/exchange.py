@@ -35,6 +35,7 @@ from stopguard.gateway.head import RequestHead, ResponseHead
 from stopguard.gateway.routes import BodyFacts, RouteKind
 from stopguard.gateway.upstream import Loss, Upstream
 from stopguard.stops import Engine, RetryAdvice, Semantics, Source, StopCause, Tracked
+from stopguard.stops.straight import serve_whole
 
 if TYPE_CHECKING:
     from stopguard.gateway.downstream import Downstream
@@ -263,16 +264,12 @@ class Exchange:
             self._count_usage()
         elif not tracked.muted and self._saw_done:
             tracked.events -= 1
-        effects = controller.engine_finished(tracked, at)
         client = self.client
         if client is None or tracked.muted:
-            gateway.carry_out(effects, at)
+            gateway.carry_out(controller.engine_finished(tracked, at), at)
             return
         self.client = None
-        served = controller.client_served(tracked, at)
-        if effects:
-            gateway.carry_out(effects, at)
-        gateway.carry_out(served, at)
+        gateway.carry_out(serve_whole(controller, tracked, at), at)
         if self.recording is not None:
             self.recording.finish(keep_alive=self._keep_alive)
         client.response_done(keep_alive=self._keep_alive)

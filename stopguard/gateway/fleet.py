@@ -25,33 +25,19 @@ from stopguard.engines import Engine, EngineUnreachable, ModelEntry
 from stopguard.errors import ConfigurationError
 from stopguard.gateway.head import HeaderRules
 from stopguard.gateway.settings import EngineSettings, GatewaySettings
+from stopguard.gateway.statistics import MemberStatistics
 from stopguard.gateway.upstream import Pool
 
 if TYPE_CHECKING:
     from stopguard.gateway.exchange import Exchange
     from stopguard.stops import Controller
 
-__all__ = ["Fleet", "Member", "MemberStatistics", "place_in_body"]
+__all__ = ["Fleet", "Member", "place_in_body"]
 
 OTHER_MODEL = "other"
 _MODELS_LIMIT = 200
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-class MemberStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine at one moment. `load` counts requests in it or waiting for a connection to it."""
-
-    name: str
-    base_url: str
-    healthy: bool
-    load: int
-    waiting_for_connection: int
-    open_connections: int
-    idle_connections: int
-    failures: int
-    ejections: int
-    models: tuple[str, ...]
 
 
 class Member:

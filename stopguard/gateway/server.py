@@ -20,20 +20,19 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
-import msgspec
-
 from stopguard.engines import Engine, EngineUnreachable
 from stopguard.errors import ConfigurationError
 from stopguard.gateway.admission import Admission
 from stopguard.gateway.cancel_api import CancelApi
 from stopguard.gateway.downstream import Downstream
 from stopguard.gateway.exchange import Exchange
-from stopguard.gateway.fleet import Fleet, MemberStatistics
+from stopguard.gateway.fleet import Fleet
 from stopguard.gateway.head import RequestHead
 from stopguard.gateway.liveness import set_listener_options
 from stopguard.gateway.registry import Registry
 from stopguard.gateway.seen_heads import SeenHeads
 from stopguard.gateway.settings import EngineSettings, GatewaySettings, Listener
+from stopguard.gateway.statistics import GatewayStatistics
 from stopguard.ledger import Book
 from stopguard.stops import (
     AbortAnswer,
@@ -50,7 +49,7 @@ from stopguard.stops import (
     observe_gauges,
 )
 
-__all__ = ["Gateway", "GatewayStatistics", "loop_factory"]
+__all__ = ["Gateway", "loop_factory"]
 
 logger = logging.getLogger("stopguard.gateway")
 
@@ -59,22 +58,6 @@ _SOON_SECONDS = 0.02
 _CONNECTION_TICK_SECONDS = 0.05
 _ABORTS_AT_ONCE = 64
 _GAUGE_FLOOR_SECONDS = 0.02
-
-
-class GatewayStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway at one moment. Counts of requests come from the books, not from here."""
-
-    connections: int
-    connections_accepted: int
-    requests: int
-    queued: int
-    refused: int
-    buffered_body_bytes: int
-    aborts_in_flight: int
-    cancel_waiters: int
-    failed_effects: int
-    draining: bool
-    engines: tuple[MemberStatistics, ...]
 
 
 class Gateway:

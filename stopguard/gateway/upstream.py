@@ -16,6 +16,7 @@ Connecting is the one thing here that needs a task: one a connection, never one 
 from __future__ import annotations
 
 import asyncio
+import enum
 import select
 import ssl
 from time import monotonic
@@ -38,7 +39,7 @@ _SURE_SECONDS = 0.001
 _HANGUP_EVENTS = getattr(select, "POLLRDHUP", select.POLLHUP)
 
 
-class Loss:
+class Loss(enum.StrEnum):
     """Why an engine's response did not come to its end: the stable words for a stop's reason."""
 
     UNREACHABLE = "unreachable"

@@ -173,7 +173,8 @@ class Book:
     def statistics(self) -> BookStatistics:
         """Counts at this moment, the open ones derived from the requests."""
         open_ledgers = dict.fromkeys(Ledger, 0)
-        for request in self._open.values():
+        # A copy, made in one step: whoever asks may be in another thread than whoever books.
+        for request in list(self._open.values()):
             balances = request.balances
             for ledger in Ledger:
                 if any(balances[CLOSING_ACCOUNTS[ledger]]):

@@ -15,7 +15,7 @@ class BookLimits(msgspec.Struct, frozen=True, kw_only=True):
     open_requests: int = 100_000
     entries_per_request: int = 4096
     engine_models: int = 256
-    recent: int = 1024
+    recent: int = 256
     overdue: int = 10_000
     leaks: int = 10_000
 
