@@ -312,7 +312,13 @@ class Exchange:
         gateway = self._gateway
         if self.recording is not None and self.recording.take_over():
             return
-        gateway.carry_out(gateway.controller.client_left(self.tracked, at, method, self.head.standing.policy), at)
+        policy = self.head.standing.policy
+        member = self.member
+        if member is not None and member.closes_first and policy.stops_at_once and self._runs:
+            # The wire before the books, where they can only come to this: the engine hears of it some tens of
+            # microseconds earlier, and the knock that the controller orders finds the work done.
+            self.close_upstream()
+        gateway.carry_out(gateway.controller.client_left(self.tracked, at, method, policy), at)
         gateway.wake_soon(at)
 
     def pause(self) -> None:
@@ -431,6 +437,11 @@ class Exchange:
     def at_engine(self) -> bool:
         """Whether it waits for an engine or is with one (not: in our own queue)."""
         return self.member is not None
+
+    @property
+    def _runs(self) -> bool:
+        """Whether the engine works on it and nobody has stopped it."""
+        return self.upstream is not None and self.tracked.machine.engine is Engine.DISPATCHED
 
     # ---- private -------------------------------------------------------------------------------
 

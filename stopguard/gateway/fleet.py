@@ -27,6 +27,7 @@ from stopguard.gateway.head import HeaderRules
 from stopguard.gateway.settings import EngineSettings, GatewaySettings
 from stopguard.gateway.statistics import MemberStatistics
 from stopguard.gateway.upstream import Pool
+from stopguard.stops import DoorKind
 
 if TYPE_CHECKING:
     from stopguard.gateway.exchange import Exchange
@@ -52,6 +53,7 @@ class Member:
         "_owned_fields",
         "_prefix",
         "authority",
+        "closes_first",
         "ejected_until",
         "ejections",
         "engine",
@@ -79,6 +81,7 @@ class Member:
         secure = parts.scheme == "https"
         self.engine = engine
         self.profile = engine.profile
+        self.closes_first = bool(engine.profile.doors) and engine.profile.doors[0].kind is DoorKind.CLOSE
         self.settings = settings
         self._controller = controller
         self._prefix = parts.path.rstrip("/").encode("ascii")

@@ -45,6 +45,7 @@ def snapshot(face: Face) -> dict[str, object]:
         **msgspec.to_builtins(taken),
         "settled": taken.settled and not driver.tickets and not face.exchanges,
         "policy": face.engine.policy.name,
+        "matches_by_prefix": face.engine.policy.prefix_match,
         "faults": [repr(fault) for fault in face.engine.faults],
         "face": {
             "exchanges_open": len(face.exchanges),

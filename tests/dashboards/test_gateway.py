@@ -7,12 +7,12 @@ comes out as spans under the client's own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -84,7 +84,8 @@ async def _client(base: str, seen: Outcome, rng: random.Random, wait: float) -> 
         if leave_after is not None:
             body["max_tokens"] = 400
         async with client.stream("POST", f"{base}/v1/chat/completions", json=body, headers=headers) as response:
-            assert response.status_code == 200
+            # The engine refuses what it does not serve; for the gateway that is a request that ran to its end.
+            assert response.status_code == (200 if body["model"] == "base" else 404)
             lines = 0
             async for line in response.aiter_lines():
                 lines += line.startswith("data: ")
@@ -101,30 +102,32 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WatchedGa
     seen = Outcome()
     with engine("--step-seconds", "0.01") as url, receiver() as received:
         gateway = WatchedGateway(url, received)
+        assert gateway.tracer is not None
         with (
+            contextlib.closing(gateway.tracer),
             metrics_server({"gateway": gateway.telemetry.render}) as port,
             prometheus(program, folder, {"gateway": "/gateway/metrics"}, f"127.0.0.1:{port}") as address,
         ):
             _play(gateway, seen)
-            assert gateway.tracer is not None
             gateway.tracer.close()
             time.sleep(2.5)  # the last scrape sees the books at rest
             yield gateway, seen, received, type("At", (), {"address": address})
-    assert Path(folder / "prometheus.log").exists()
 
 
 def _play(gateway: WatchedGateway, seen: Outcome) -> None:
     async def play() -> None:
         await gateway.start()
-        assert await gateway.fleet.refresh(gateway.fleet.members[0])
-        await asyncio.sleep(1.2)  # one scrape that sees every series at zero
-        rng = random.Random(SEED)
-        base = f"http://127.0.0.1:{gateway.addresses[0][1]}"
-        async with asyncio.TaskGroup() as clients:
-            for _ in range(REQUESTS):
-                own = random.Random(rng.getrandbits(64))
-                clients.create_task(_client(base, seen, own, own.uniform(0, SECONDS)))
-        assert await gateway.shutdown() == 0
+        try:
+            assert await gateway.fleet.refresh(gateway.fleet.members[0])
+            await asyncio.sleep(1.2)  # one scrape that sees every series at zero
+            rng = random.Random(SEED)
+            base = f"http://127.0.0.1:{gateway.addresses[0][1]}"
+            async with asyncio.TaskGroup() as clients:
+                for _ in range(REQUESTS):
+                    own = random.Random(rng.getrandbits(64))
+                    clients.create_task(_client(base, seen, own, own.uniform(0, SECONDS)))
+        finally:
+            assert await gateway.shutdown() == 0
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(play())
@@ -209,9 +212,8 @@ def test_the_context_goes_on_to_the_engine_as_it_came(spelling: str) -> None:
         server.close()
         await server.wait_closed()
 
-    with receiver() as received:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(play(received))
+    with receiver() as received, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(play(received))
     (head,) = [head for head in heads if head.startswith(b"POST")]
     assert b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\r\n" in head.replace(b"Tr", b"tr")
     assert b"tracestate: congo=t61rcWkgMzE\r\n" in head

@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import Evidence
 from stopguard.stops import AbortAnswer, Semantics, Source, StopCause, Tracked
-from stopguard.telemetry import create_tracer, endpoint_from
+from stopguard.telemetry import create_tracer, endpoint_from, tracer_from
 from stopguard.telemetry.trace_context import find, parse
 from tests.unit.telemetry.helpers import BLIND, PROBED, Edge, value
 from tests.unit.telemetry.otlp import Receiver, attributes, receiver
@@ -249,3 +249,29 @@ def test_a_trace_context_is_found_in_any_spelling() -> None:
     context = parse(find(HEAD))
     assert context is not None
     assert (context.trace_id, context.span_id, context.sampled) == (TRACE, PARENT, True)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "traced"),
+    [(None, None, 20), ("always_off", None, 0), ("parentbased_traceidratio", "0", 0), ("traceidratio", "1.0", 20)],
+)
+def test_the_usual_variables_choose_the_share(sampler: str | None, argument: str | None, traced: int) -> None:
+    given = {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": argument}
+    environment = {name: text for name, text in given.items() if text is not None}
+    assert tracer_from(environment) is None
+    tracer = tracer_from({**environment, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"})
+    assert tracer is not None
+    noted: list[dict[str, str]] = [{} for _ in range(20)]
+    for labels in noted:
+        tracer.admitted(labels, "", "chat")
+    tracer.close()
+    assert sum("trace_id" in labels for labels in noted) == traced
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("OTEL_TRACES_SAMPLER", "jaeger_remote"), ("OTEL_TRACES_SAMPLER_ARG", "some")]
+)
+def test_a_sampler_that_cannot_be_says_so(name: str, text: str) -> None:
+    environment = {"OTEL_TRACES_SAMPLER": "traceidratio", name: text, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"}
+    with pytest.raises(ConfigurationError, match=name):
+        tracer_from(environment)
