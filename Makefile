@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-dev
-SOURCES := stopguard tests tools $(wildcard benchmarks adapters/stopguard_*)
+SOURCES := stopguard tests tools dashboards $(wildcard benchmarks adapters/stopguard_*)
 BENCHMARKS ?= $(filter-out _%,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # What a caller's environment must not change about the installation.
@@ -52,6 +52,7 @@ compiled: $(STAMP) ## A wheel in dist/ whose heart and relay are compiled: the s
 	$(BIN)/python tools/compiled_wheel.py dist
 
 docs: $(STAMP) ## Write the generated pages of docs/ again
+	$(BIN)/python -m dashboards.generate
 	@for script in docs/generate_*.py; do \
 	  if [ -e "$$script" ]; then echo "$$script"; $(BIN)/python "$$script" || exit 1; fi; done
 

@@ -110,6 +110,10 @@ class Admission:
         tracked.owner = exchange
         client.serving = exchange
         gateway.registry.add(exchange)
+        if head.group:
+            tracked.ledgers.labels = {"group": head.group}
+        if gateway.on_admitted is not None:
+            gateway.on_admitted(exchange)
         if standing.timed:
             self._set_deadlines(exchange, at)
         if head.idempotency_key and self._must_wait(exchange, at):

@@ -90,6 +90,8 @@ class Gateway:
         # How to knock on a door of kind PROBE, set by whoever has the channel; without it the knock has failed.
         self.knock_probe: Callable[[effects.Knock, float], None] | None = None
         self.failed_effects = 0
+        # Called with each request that was taken in, before it is sent anywhere (a tracer wants its parent).
+        self.on_admitted: Callable[[Exchange], None] | None = None
         self.draining = False
         self.addresses: list[tuple[str, int]] = []
         self._connections: set[Downstream] = set()

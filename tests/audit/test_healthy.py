@@ -64,6 +64,12 @@ async def test_it_passes_whole_and_skips_only_what_cannot_be(policy: str) -> Non
     assert stopped.stops == 2
 
 
+async def test_the_log_alone_is_as_good_as_the_list() -> None:
+    report = await audit("vllm", seed=42, observe="log")
+    assert report.outcome is Outcome.PASS, accusations(report)
+    assert report.target.observed_by == "/ref/log"
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_gauges_alone_accuse_nobody(policy: str) -> None:
     report = await audit(policy, seed=41, observe="metrics")

@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import httpx
 import pytest
 
 from stopguard.audit import Audit, AuditReport, Outcome, Plan
@@ -192,6 +194,45 @@ def test_an_engine_that_dies_in_the_middle_is_said(tmp_path: Path) -> None:
     assert "Traceback" not in rest
     assert rest.splitlines()[-1].startswith(f"stopguard: {url}: the engine went away during ")
     assert "mid-stream" in shown
+
+
+def test_an_audit_that_is_interrupted_leaves_no_load() -> None:
+    with process() as (url, _):
+        command = [*STOPGUARD, "audit", url, "--scenario", "mid-stream", "--scenario", "busy-neighbour"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as audit:
+            assert audit.stderr is not None
+            while "mid-stream" not in audit.stderr.readline():
+                assert audit.poll() is None
+            busy = until(url, lambda gauges: gauges["running"] > 0)
+            audit.send_signal(signal.SIGINT)
+            rest = audit.stderr.read()
+            assert audit.wait(20) == 130
+        assert busy
+        assert "Traceback" not in rest
+        assert until(url, lambda gauges: gauges["running"] == gauges["blocks_held"] == gauges["watchers"] == 0)
+
+
+def until(url: str, condition: Callable[[dict[str, Any]], bool]) -> bool:
+    """Ask a real server until it says so; the limit is only for a broken build."""
+    end = time.monotonic() + 10.0
+    while time.monotonic() < end:
+        if condition(httpx.get(f"{url}/ref/gauges", trust_env=False).json()):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_several_engines_make_a_table(tmp_path: Path) -> None:
+    page = tmp_path / "matrix.html"
+    with process() as (good, _), process("--fault", "disconnect-masked") as (bad, _):
+        targets = (f"good={good}", f"bad={bad}", "gone=http://127.0.0.1:1")
+        options = ("--matrix", "--scenario", "mid-stream", "--deadline", "1", "--format", "html")
+        compared = stopguard(*targets, *options, "--output", str(page))
+    assert compared.returncode == 1, compared.stderr
+    text = page.read_text()
+    assert "<th>good</th><th>bad</th><th>gone</th>" in text
+    assert "not audited: nobody answers at http://127.0.0.1:1" in text
+    assert "never (stream)" in text
 
 
 def test_the_load_is_said_before_and_nothing_is_sent() -> None:

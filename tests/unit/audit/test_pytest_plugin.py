@@ -18,7 +18,8 @@ from stopguard.ledger import EngineGauges
 HELD = {"blocks": 0}
 
 def read() -> Reading:
-    return Reading(gauges=EngineGauges(at=0.0, running=0, waiting=0, blocks_used=HELD["blocks"]), beside={"lora slots": 0})
+    gauges = EngineGauges(at=0.0, running=0, waiting=0, blocks_used=HELD["blocks"])
+    return Reading(gauges=gauges, beside={"lora slots": 0})
 
 def test_clean(leak_watch):
     with leak_watch(read, within=0.1):

@@ -9,8 +9,9 @@ import pytest
 
 from stopguard.audit.reference import ReferenceObserver
 from stopguard.audit.runner import find_model
-from stopguard.audit.target import GROUP, PlainObserver, TargetModel, make_observer, observer_kinds
+from stopguard.audit.target import PlainObserver, TargetModel, make_observer, observer_kinds
 from stopguard.audit.world import Answer
+from stopguard.engines.registry import GROUP
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import Evidence
 
@@ -69,6 +70,12 @@ async def test_a_kind_by_name_or_what_is_wrong_with_it() -> None:
     with pytest.raises(ConfigurationError, match="cannot be used"):
         await made("broken", Control(), point("broken", "Nothing"))
     assert observer_kinds([point("ref", "Adapter")]) == ("openai", "ref")
+
+
+async def test_evidence_that_cannot_be_had_is_refused() -> None:
+    for kind in ("openai", "auto"):
+        with pytest.raises(ConfigurationError, match="nothing can be observed"):
+            await make_observer(kind, "metrics", Control(), lambda: 0.0, MODEL, ())
 
 
 async def test_an_engine_that_shows_nothing_proves_nothing() -> None:
