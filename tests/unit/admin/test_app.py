@@ -412,7 +412,8 @@ async def test_the_books_page_is_the_book(view: FakeView, get: Callable[..., Any
 async def test_the_openapi_document_has_every_route_and_no_page_from_elsewhere(get: Callable[..., Any]) -> None:
     document = await get("/openapi.json")
     assert set(document["paths"]) == {
-        *("/healthz", "/readyz", "/requests", "/requests/{request_id}", "/stops", "/leaks", "/engines", "/books")
+        *("/healthz", "/readyz", "/requests", "/requests/{request_id}", "/stops", "/leaks", "/engines", "/books"),
+        *("/events", "/overview"),
     }
     assert {"ids", "group", "model", "engine", "all"} <= set(
         document["components"]["schemas"]["StopOrder"]["properties"]
