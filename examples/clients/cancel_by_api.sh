@@ -8,7 +8,7 @@ curl --silent --no-buffer http://127.0.0.1:8080/v1/chat/completions \
            "messages": [{"role": "user", "content": "Tell me a long story."}]}' > story.txt &
 
 # Once it has begun:
-until grep --quiet data: story.txt; do sleep 0.1; done
+until grep --quiet --no-messages data: story.txt; do sleep 0.1; done
 
 curl --silent --request DELETE 'http://127.0.0.1:8080/v1/requests/story-1?wait=settled&timeout=5' \
   --header 'Authorization: Bearer my-key'

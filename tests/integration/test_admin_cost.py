@@ -80,7 +80,9 @@ async def measure(path: str) -> tuple[float, float, float, int]:
     return middle * 1e3, late * 1e3, found[-1] * 1e3, int(output.split()[0])
 
 
-@pytest.mark.parametrize("path", ["/requests?limit=500", "/books", "/requests?model=nobody"])
+@pytest.mark.parametrize(
+    "path", ["/requests?limit=500", "/books", "/requests?model=nobody", "/overview?requests=100&ended=20&points=200"]
+)
 def test_a_busy_admin_port_does_not_hold_up_the_relay(path: str) -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import soak, streams
 from benchmarks._scale_run import differences
+from benchmarks._soak_load import WINDOWS
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,7 +45,7 @@ def test_twenty_thousand_requests_with_cancels_leave_nothing() -> None:
     assert report.failures == {}
     assert report.requests == REQUESTS
     assert report.cancelled == pytest.approx(0.3 * REQUESTS, rel=0.1)
-    assert set(report.ended) == {"answer", "stream", *soak.WINDOWS}
+    assert set(report.ended) == {"answer", "stream", *WINDOWS}
     assert report.left_before_collection == {}
     assert report.left == {}
     history = report.history

@@ -49,7 +49,20 @@ def run(copy: Path, *selected: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *selected, "-x", "-q", "--no-header", "-p", "no:cacheprovider"],
+        # Our own pytest plugin is registered with the environment, and is no part of the copy.
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *selected,
+            "-x",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:stopguard.testing.pytest_plugin",
+        ],
         cwd=copy,
         env=environment,
         capture_output=True,
