@@ -364,6 +364,9 @@ class StopSettings(Section):
     write_off_seconds: Seconds = Field(
         default=300.0, description="How long an overdue request is kept open for a late end."
     )
+    gauge_apart_seconds: Seconds = Field(
+        default=0.05, description="How far apart two readings of an engine's gauges must be to count as two."
+    )
 
 
 class Aborts(Section):
