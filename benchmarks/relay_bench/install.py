@@ -44,7 +44,7 @@ def compiled_wheel(cache: Path) -> Path:
     Raises PeerUnavailableError when there is no compiler or the build fails.
     """
     state = hashlib.sha256()
-    for path in sorted((_CHECKOUT / "stopguard").rglob("*.py")) + [_CHECKOUT / "tools" / "compiled_wheel.py"]:
+    for path in [*sorted((_CHECKOUT / "stopguard").rglob("*.py")), _CHECKOUT / "tools" / "compiled_wheel.py"]:
         state.update(path.read_bytes())
     target = cache / "wheels" / state.hexdigest()[:16]
     built = sorted(target.glob("*.whl"))

@@ -63,7 +63,7 @@ __all__ = [
 TIMELINE_MAX = 1000
 _ANOMALIES_MAX = 100
 _RECOVERED_MAX = 100
-_PREEMPTED = (Account.QUEUE_PREEMPTED, Account.QUEUE_PAUSED)
+_IN_QUEUE = CLOSING_ACCOUNTS[Ledger.QUEUE]
 _QUEUE = [account for account in Account if account.ledger is Ledger.QUEUE and account.role is Role.OPEN]
 
 
@@ -89,9 +89,9 @@ def state_of(ledgers: RequestLedgers) -> State:
     balances = ledgers.balances
     if balances[Account.QUEUE_ADMISSION]:
         return "queued"
-    if any(balances[account] for account in _PREEMPTED):
+    if balances[Account.QUEUE_PREEMPTED] or balances[Account.QUEUE_PAUSED]:
         return "preempted"
-    if not any(balances[account] for account in _QUEUE):
+    if not any(balances[_IN_QUEUE]):
         return "settling"
     return "running" if balances[Account.STREAM_CONNECTED] else "draining"
 

@@ -52,8 +52,11 @@ class Feed:
     async def events(self) -> AsyncIterator[bytes]:
         """Until StopGuard has shut down: then the stream ends, so that it holds up nobody."""
         while True:
+            over = self._view.signs().draining and not self._view.open_requests()
+            if over:
+                self.forget()  # the last moment is a true one
             yield self.current()
-            if self._view.signs().draining and not self._view.open_requests():
+            if over:
                 return
             await asyncio.sleep(self._turn_seconds)
 

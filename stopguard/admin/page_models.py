@@ -50,7 +50,7 @@ class EngineNow(Answer):
     healthy: bool
     running: int = Field(description="Requests in its batch, by the books.")
     queued: int = Field(description="Requests for it that do not run: waiting, preempted, or without a connection.")
-    stopping: int = Field(description="Requests in it that were told to stop, and whose stop is not proved.")
+    stopping: int = Field(description="Requests of it whose stop is in progress: some ledger is not closed.")
     kv_used: float | None = Field(description="The part of its KV blocks that is in use, 0 to 1, by its own gauges.")
     stops_per_minute: float
     settle_p50_seconds: float | None = Field(description="From observed to settled, over the stops remembered.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from time import sleep
 
 from stopguard.admin import answers
 from stopguard.admin.models import LeakLine, State
@@ -29,13 +30,9 @@ POINTS_SECONDS = 120.0
 RATE_SECONDS = 60.0
 
 _STEPS: tuple[Stage, ...] = ("notify", "ack", "in-flight output", "release", "settle")
-_NOT_RUNNING = (
-    Account.QUEUE_WAITING,
-    Account.QUEUE_PREEMPTED,
-    Account.QUEUE_PAUSED,
-    Account.QUEUE_TRANSFERRING,
-)
-_LINK, _OUTPUT, _KV = (CLOSING_ACCOUNTS[ledger] for ledger in (Ledger.LINK, Ledger.OUTPUT, Ledger.KV))
+_CHUNK = 256
+_BREATH_SECONDS = 0.00002
+_IN_QUEUE, _KV, _OUTPUT, _LINK, _ = (CLOSING_ACCOUNTS[ledger] for ledger in Ledger)
 
 
 def overview(
@@ -109,17 +106,21 @@ class _Open:
         self.running: dict[str, int] = {}
         self.waiting: dict[str, int] = {}
         self.overdue: dict[str, int] = {}
+        self.stops: dict[str, int] = {}
         stopping: list[tuple[float, Tracked]] = []
-        for request in requests:
+        for number, request in enumerate(requests):
+            if number % _CHUNK == _CHUNK - 1:
+                sleep(_BREATH_SECONDS)  # the relay shares the interpreter with this walk
             ledgers = request.ledgers
             state = answers.state_of(ledgers)
             self.states[state] = self.states.get(state, 0) + 1
             stop, engine, balances = ledgers.stop, ledgers.engine, ledgers.balances
             if stop is not None and answers.is_stop(stop):
                 stopping.append((stop.observed_at, request))
+                self.stops[engine] = self.stops.get(engine, 0) + 1
             if balances[Account.QUEUE_RUNNING]:
                 self.running[engine] = self.running.get(engine, 0) + 1
-            elif any(balances[account] for account in _NOT_RUNNING):
+            elif any(balances[_IN_QUEUE]) and not balances[Account.QUEUE_ADMISSION]:
                 self.waiting[engine] = self.waiting.get(engine, 0) + 1
             if state == "overdue":
                 self.overdue[engine] = self.overdue.get(engine, 0) + 1
@@ -207,7 +208,7 @@ def _engine(facts: EngineFacts, books: _Open, ended: _Ended, wasted: int, leaks_
         healthy=facts.healthy,
         running=books.running.get(name, 0),
         queued=books.waiting.get(name, 0) + facts.waiting_for_connection,
-        stopping=facts.stopping + facts.unconfirmed,
+        stopping=books.stops.get(name, 0),
         kv_used=used,
         stops_per_minute=ended.per_minute(name),
         settle_p50_seconds=_percentile(times, 50),

@@ -139,6 +139,7 @@ def serve(
     import gc
 
     from stopguard.cli import assembly, logs
+    from stopguard.cli.descriptors import raise_limit
     from stopguard.gateway.server import loop_factory
 
     logs.configure(configuration.log.format, configuration.log.level)
@@ -147,6 +148,7 @@ def serve(
     token = assembly.admin_token(configuration)
     assembly.server_context("admin.tls", configuration.admin.tls)
     journal = assembly.open_journal(configuration)
+    raise_limit()
     switch_seconds = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     # What was loaded until now stays for ever; the collector need not walk over it again while requests wait.

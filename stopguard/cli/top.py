@@ -131,11 +131,9 @@ def render(overview: Mapping[str, Any], *, stops_max: int, width: int) -> Iterat
 def printable(value: object) -> str:
     """The text with every character that does not print replaced: what clients write must not steer a terminal."""
     text = str(value)
-    return (
-        text
-        if text.isprintable()
-        else "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
-    )
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 # ---- parts --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ __all__ = ["Screen", "watch"]
 _CHROME_ROWS = 9
 """Rows that are not stops, without engines, warnings and leaks: summary, headings, gaps, key hints."""
 
+_SUMMARY_COLUMNS = 150
+"""About what the summary takes; on a narrower terminal it wraps."""
+
 
 class Screen:
     """What is on it. `key` takes a key, `look` a new moment; `draw` is what to show."""
@@ -68,6 +71,7 @@ class Screen:
         if self.overview is not None:
             above = len(self.overview["engines"]) + len(self.overview["warnings"]) + len(self.overview["reasons"])
             above += min(4, sum(leak["open"] for leak in self.overview["leaks"])) + (1 if self.problem else 0)
+            above += _SUMMARY_COLUMNS // max(width, 1)
             parts += render(self.overview, stops_max=max(1, height - _CHROME_ROWS - above), width=width)
         state = "paused" if self.paused else f"every {self.interval_seconds:g} s"
         parts += [

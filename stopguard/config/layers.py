@@ -30,7 +30,7 @@ __all__ = ["Loaded", "Setting", "load", "setting", "settings"]
 
 _PREFIX = "STOPGUARD_"
 _FILE_BYTES_MAX = 1024 * 1024
-_NOT_SETTINGS = {"CONFIG", "DEBUG", "COLLECTOR", "HYPOTHESIS", "ADMIN_TOKEN"}
+_NOT_SETTINGS = {"CONFIG", "DEBUG", "COLLECTOR", "HYPOTHESIS"}
 _ENGINE_KEY = re.compile(r"ENGINES_([A-Z0-9_]+)_API_KEY")
 _SERVICE_LINK = re.compile(r"(?:[A-Z0-9_]+_)?(?:SERVICE_(?:HOST|PORT(?:_\w+)?)|PORT(?:_\d+_(?:TCP|UDP|SCTP)\w*)?)")
 

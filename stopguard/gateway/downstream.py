@@ -146,8 +146,10 @@ class Downstream(asyncio.Protocol):
                 return
         if self._phase != Phase.BODY:
             self._head_bytes += len(data)
+        fed = data
         try:
             while data:
+                fed = data
                 try:
                     self._parser.feed_data(data)
                     data = b""
@@ -163,6 +165,8 @@ class Downstream(asyncio.Protocol):
         if self._rejection is not None:
             self._reject(self._rejection)
         limit = self._gateway.limits.head_bytes
+        if self._phase == Phase.HEAD and not self._head_bytes:
+            self._head_bytes = self._begun_bytes(fed)
         if self._phase == Phase.HEAD and self._head_bytes > limit:
             self._reject(HeadRejected(431, f"the request's head is longer than {limit} bytes"))
         if self.serving is None and self.ready:
@@ -204,6 +208,15 @@ class Downstream(asyncio.Protocol):
             self.advance()
         elif not self._deaf:
             self.arm(monotonic() + self._gateway.timeouts.keep_alive_seconds)
+
+    def _begun_bytes(self, data: bytes) -> int:
+        """How much of `data` belongs to a head that began in it, behind requests that were complete.
+
+        Such a head has no empty line yet, so it stands behind the last one, and behind the body that may follow
+        that. A body with empty lines in it makes this too small; then the next read is counted whole.
+        """
+        body = self.ready[-1][1] if self.ready and not isinstance(self.ready[-1], HeadRejected) else b""
+        return max(0, len(data) - (data.rfind(b"\r\n\r\n") + 4) - len(body))
 
     def _take_repeated(self, data: bytes) -> bytes:
         """Take the complete requests at the start of `data` whose head was seen before; returns the rest."""

@@ -21,6 +21,7 @@ _HEAD_BYTES = 4096
 _NAMES = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")
 _NAME_BYTES = len(_NAMES[0])
 _DIGITS_MAX = 15
+_ONCE_PER_KEPT = 4
 
 H = TypeVar("H")
 
@@ -46,22 +47,35 @@ def cut_length(raw: bytes) -> tuple[bytes, int]:
 class SeenHeads(Generic[H]):
     """At most `limit` heads, the oldest forgotten first."""
 
-    __slots__ = ("_heads", "_limit", "_order")
+    __slots__ = ("_heads", "_limit", "_once", "_order")
 
     def __init__(self, limit: int = 1024) -> None:
         self._limit = limit
         self._heads: dict[bytes, H] = {}
         self._order: deque[bytes] = deque()
+        # Hashes of heads that were seen once. Most that carry something of their own (a trace, a key) never come again,
+        # and must not push out the ones that do.
+        self._once: set[int] = set()
 
     def find(self, key: bytes) -> H | None:
         """The head that was kept under `key` (see `cut_length`)."""
         return self._heads.get(key)
 
     def keep(self, raw: bytes, lines: int, head: H) -> None:
-        """Keep `head`, the result of parsing `raw` (up to the empty line) with `lines` header lines."""
+        """Keep `head` when it comes for the second time.
+
+        It is the result of parsing `raw` (up to the empty line), which had `lines` header lines.
+        """
         key, length = cut_length(raw)
         if length == -2 or len(key) > _HEAD_BYTES or raw.count(b"\r\n") != lines + 2 or key in self._heads:
             return
+        mark = hash(key)
+        if mark not in self._once:
+            if len(self._once) >= self._limit * _ONCE_PER_KEPT:
+                self._once.clear()
+            self._once.add(mark)
+            return
+        self._once.discard(mark)
         if len(self._order) >= self._limit:
             del self._heads[self._order.popleft()]
         self._heads[key] = head

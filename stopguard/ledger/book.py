@@ -22,6 +22,8 @@ from stopguard.ledger.request import RequestLedgers
 
 __all__ = ["Book"]
 
+_LEDGERS = tuple(zip(Ledger, CLOSING_ACCOUNTS, strict=True))
+
 
 class Book:
     """All requests that are open, by id.
@@ -176,8 +178,8 @@ class Book:
         # A copy, made in one step: whoever asks may be in another thread than whoever books.
         for request in list(self._open.values()):
             balances = request.balances
-            for ledger in Ledger:
-                if any(balances[CLOSING_ACCOUNTS[ledger]]):
+            for ledger, accounts in _LEDGERS:
+                if any(balances[accounts]):
                     open_ledgers[ledger] += 1
         return BookStatistics(
             open_requests=len(self._open),

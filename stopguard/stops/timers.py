@@ -79,7 +79,10 @@ class TimerWheel(Generic[T]):
         """Disarm a timer; harmless when it fired or was cancelled before."""
         if timer.armed:
             timer.armed = False
-            del self._slots[timer.tick % len(self._slots)][timer.number]
+            bucket = self._slots[timer.tick % len(self._slots)]
+            del bucket[timer.number]
+            if not bucket:
+                bucket.clear()  # an emptied dictionary keeps its table, and each of these would grow to its own peak
             self._armed -= 1
 
     def advance(self, at: float) -> list[T]:
@@ -102,6 +105,8 @@ class TimerWheel(Generic[T]):
                 for timer in fired:
                     del bucket[timer.number]
                     timer.armed = False
+                if not bucket:
+                    bucket.clear()
                 due += fired
         self._armed -= len(due)
         # The bucket of the present tick may still hold timers that are due within it.

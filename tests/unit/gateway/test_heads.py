@@ -134,15 +134,29 @@ def test_the_memory_of_heads_is_bounded_and_forgets_the_oldest() -> None:
     heads = [b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % number for number in range(5)]
     for number, raw in enumerate(heads):
         seen.keep(raw, 1, number)
+        seen.keep(raw, 1, number)
         seen.keep(raw, 1, 99)
     assert len(seen) == 3
     assert [seen.find(raw) for raw in heads] == [None, None, 2, 3, 4]
 
 
+def test_heads_that_never_come_again_do_not_push_out_those_that_do() -> None:
+    seen: SeenHeads[int] = SeenHeads(limit=3)
+    often = b"GET /often HTTP/1.1\r\nHost: a\r\n\r\n"
+    seen.keep(often, 1, 0)
+    seen.keep(often, 1, 0)
+    for number in range(100):
+        seen.keep(b"GET / HTTP/1.1\r\nTraceparent: %d\r\n\r\n" % number, 1, number)
+    assert seen.find(often) == 0
+    assert len(seen) == 1
+    assert len(seen._once) <= 3 * 4
+
+
 def test_bytes_that_the_parser_read_otherwise_are_not_kept() -> None:
     seen: SeenHeads[int] = SeenHeads()
-    seen.keep(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", 2, 1)
-    seen.keep(b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 5000 + b"\r\n\r\n", 2, 1)
+    for _ in range(3):
+        seen.keep(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", 2, 1)
+        seen.keep(b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 5000 + b"\r\n\r\n", 2, 1)
     assert len(seen) == 0
 
 

@@ -99,12 +99,14 @@ def test_known_vectors_reach_no_engine(name: str, whole: bool) -> None:
     assert bench.gateway.statistics().buffered_body_bytes == 0
 
 
+@pytest.mark.parametrize("seen", [0, 1, 2])
 @pytest.mark.parametrize("name", REFUSED)
-def test_known_vectors_behind_a_good_request(name: str) -> None:
+def test_known_vectors_behind_a_good_request(name: str, seen: int) -> None:
     """The good one is served, also when its head is found among those seen before; the bad one never is."""
     bench = Bench()
     good = POST + b"Content-Length: 2\r\n\r\n{}"
-    bench.feed([good])
+    for _ in range(seen):
+        bench.feed([good])
     reached, transport = bench.feed([good + REFUSED[name][0]])
     assert [parse(each)[1] for each in reached] == [b"{}"]
     assert transport.sent.startswith(b"HTTP/1.1 200 OK\r\n")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 
@@ -124,3 +125,15 @@ def test_a_wheel_that_cannot_turn() -> None:
     for tick, slots, limit in ((0.0, 1, 1), (1.0, 0, 1), (1.0, 1, 0)):
         with pytest.raises(ValueError, match="a wheel needs"):
             TimerWheel(0.0, tick_seconds=tick, slots=slots, limit=limit)
+
+
+def test_an_emptied_bucket_gives_its_memory_back() -> None:
+    wheel: TimerWheel[int] = TimerWheel(0.0, tick_seconds=1.0, slots=4)
+    empty = sys.getsizeof({})
+    for timer in [wheel.set(number, 0.5) for number in range(50)]:
+        wheel.cancel(timer)
+    assert [sys.getsizeof(bucket) for bucket in wheel._slots] == [empty] * 4
+    for number in range(50):
+        wheel.set(number, 0.5)
+    assert len(wheel.advance(1.0)) == 50
+    assert [sys.getsizeof(bucket) for bucket in wheel._slots] == [empty] * 4
