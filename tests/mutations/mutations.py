@@ -233,8 +233,8 @@ MUTATIONS = [
     ),
     Mutation(
         *(10, "a cancelled timer stays in the wheel", _TIMERS),
-        "            del self._slots[timer.tick % len(self._slots)][timer.number]\n",
-        "",
+        "            del bucket[timer.number]\n            if not bucket:\n                bucket.clear()  #",
+        "            if not bucket:\n                bucket.clear()  #",
     ),
     Mutation(
         *(10, "what is over is remembered for ever", _BOOK),
