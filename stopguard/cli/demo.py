@@ -97,7 +97,7 @@ def _run_live(
 
     kept = _open_journal(journal, monotonic)
     # Few long prompts at a time: on a small machine clients, gateway and engine share a core.
-    plan = plan_storm(seed, requests, over_seconds=max(2.0, requests / 30))
+    plan = plan_storm(seed, requests, over_seconds=max(2.0, requests / 45))
     rig = DemoRig(plan, policy, faults, on_closed=kept.settled if kept is not None else None)
     try:
         with _Display(console, requests) as display:
