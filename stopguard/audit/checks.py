@@ -26,7 +26,7 @@ def judge(stage: Stage, seen: Observation) -> tuple[Cell, ...]:
     judge.stream()
     judge.counters()
     judge.companions()
-    judge.complaints()
+    judge.slowness()
     judge.health()
     judge.slow()
     return judge.cells()
@@ -197,9 +197,7 @@ class _Judge:
                 f"prompt {canary.number} has another output than on a quiet engine, from character {same} on",
             )  # fmt: skip
 
-    def complaints(self) -> None:
-        for ledger, amount, unit, sentence in self.stage.complaints:
-            self.leak(ledger, amount, unit, sentence)
+    def slowness(self) -> None:
         for ledger, seconds, limit, sentence in self.stage.slowness:
             self.found.setdefault(ledger, []).append(
                 Cell(

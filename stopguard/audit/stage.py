@@ -112,7 +112,6 @@ class Stage:
         self.tickets: list[Ticket] = []
         self.notes: list[str] = []
         #: Set by a scenario that judges something of its own: (ledger, amount, unit, sentence).
-        self.complaints: list[tuple[str, int, str, str]] = []
         #: The same for what is too slow: (ledger, measured seconds, limit, sentence).
         self.slowness: list[tuple[str, float, float, str]] = []
         #: Ledgers that this scenario has really looked at, beside those that every stop shows.
@@ -336,10 +335,6 @@ class Stage:
 
     def companions(self) -> list[Ticket]:
         return [ticket for ticket in self.tickets if ticket.role == "companion"]
-
-    def complain(self, ledger: str, amount: int, unit: str, sentence: str) -> None:
-        """Something is wrong that only this scenario can see."""
-        self.complaints.append((ledger, amount, unit, sentence))
 
     async def all_ended(self, tickets: Iterable[Ticket], seconds: float) -> bool:
         """Wait for the ends of these calls."""

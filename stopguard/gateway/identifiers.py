@@ -8,7 +8,8 @@ always made here: ``sg-`` and 32 hexadecimal digits, 128 random bits from the op
 from __future__ import annotations
 
 import os
-import re
+
+from stopguard.engines.ids import OUR_ID
 
 __all__ = ["ID_LENGTH", "IdSource", "is_request_id"]
 
@@ -16,7 +17,6 @@ _DIGITS = 32
 _PREFIX = "sg-"
 _IDS_PER_BLOCK = 256
 ID_LENGTH = len(_PREFIX) + _DIGITS
-_SHAPE = re.compile(r"sg-[0-9a-f]{32}")
 
 
 class IdSource:
@@ -40,4 +40,4 @@ class IdSource:
 
 def is_request_id(text: str) -> bool:
     """Whether `text` has the shape of an id that StopGuard makes."""
-    return _SHAPE.fullmatch(text) is not None
+    return OUR_ID.fullmatch(text) is not None

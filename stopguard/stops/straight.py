@@ -1,10 +1,10 @@
-"""The straight way through: what almost every request does, in two calls instead of five.
+"""The straight way through: the end of almost every request, in one call instead of two.
 
-A request that is dispatched as soon as it has come, runs, and is delivered whole needs none of the
-machinery for stops. `begin` is `Controller.admit` and `dispatch`; `serve_whole` is `engine_finished` and
-`client_served`. They make the same entries and reach the same states (a test compares the records of
-both ways, and the machine's step with its tables), and give way to the long one whenever anything is
-unusual. A gateway spends about a third of its CPU on the books of such requests; that is why.
+A request that ran and is delivered whole needs none of the machinery for stops. `serve_whole` is
+`Controller.engine_finished` and `client_served`: it makes the same entries and reaches the same states
+(a test compares the records of both ways, and the machine's step with its tables), and gives way to
+the long one whenever anything is unusual. A gateway spends about a third of its CPU on the books of
+such requests; that is why.
 """
 
 from __future__ import annotations

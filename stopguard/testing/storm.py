@@ -89,7 +89,7 @@ class StormConfig(msgspec.Struct, frozen=True, kw_only=True):
 class _Client:
     """One client of the storm and its request."""
 
-    __slots__ = ("left_at", "output", "parts_finished", "plan", "sent_at", "spec", "tracked")
+    __slots__ = ("output", "parts_finished", "plan", "spec", "tracked")
 
     def __init__(self, plan: ClientPlan, spec: RequestSpec) -> None:
         self.plan = plan
@@ -97,8 +97,6 @@ class _Client:
         self.tracked: Tracked | None = None
         self.output: dict[int, list[int]] = {}
         self.parts_finished: set[int] = set()
-        self.sent_at: float | None = None
-        self.left_at: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -219,7 +217,6 @@ class Storm:
             return
         now = self.clock.now
         self.controller.dispatch(tracked, now, self.profile)
-        client.sent_at = now
         self._guarded(lambda: self.engine.submit(client.spec, now))
         self._line(client.spec.request_id, "dispatched")
 
@@ -229,7 +226,6 @@ class Storm:
         if tracked is None or tracked.machine.client in CLIENT_ENDED:
             return
         occurred_at = self.clock.now
-        client.left_at = occurred_at
 
         def seen() -> None:
             now = self.clock.now
