@@ -167,6 +167,17 @@ def test_a_request_is_found_by_its_id(open_page: Open, healthy: Rig, client: Cli
     expect_text(page.locator("#detail-body"), "OPEN")
 
 
+def test_the_next_request_opens_although_the_last_one_just_closed(open_page: Open, healthy: Rig, client: Client) -> None:
+    page = open_page(healthy.admin)
+    row(page, client.id).get_by_role("button", name=f"Open {client.id}").click()
+    expect_text(page.locator("#detail-body"), "OPEN")
+    # The dialog says `close` a task later: it must not take back the address that was asked for since.
+    page.evaluate("() => { document.getElementById('detail').close(); location.hash = 'sg-another'; }")
+    expect_text(page.locator("#detail-body"), "sg-another is not here")
+    page.evaluate("() => { location.hash = ''; }")
+    page.wait_for_function("() => !document.getElementById('detail').open")
+
+
 def test_leaks_stand_in_front(open_page: Open) -> None:
     with (
         rig(faults=("blocks-leaked-on-abort",), settle_seconds=0.3) as running,
