@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, list[str]] = {
 }
 """Part of stopguard -> the other parts that it may import. A new part needs a row, which is a decision."""
 
-INSIDE_ENGINES = re.compile(r"stopguard/probe/(__init__|wire|sender)\w*\.py|adapters/stopguard_\w+/plugin\.py")
+INSIDE_ENGINES = re.compile(r"stopguard/probe/(__init__|wire|sender)\w*\.py|adapters/stopguard_\w+/plugin\w*\.py")
 """Modules that engines load: of ours they import only `errors` and `probe`, and of libraries only msgspec."""
 
 PURE = re.compile(r"stopguard/(ledger|stops)/(?!journal)")
