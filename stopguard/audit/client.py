@@ -26,6 +26,7 @@ __all__ = ["SocketExchange", "SocketWorld", "check_url"]
 
 CONNECT_SECONDS: Final = 5.0
 CONTROL_SECONDS: Final = 10.0
+_REST_SECONDS: Final = 2.0
 #: Open connections at most; a scenario that wants more has a fault.
 CONNECTIONS_MAX: Final = 1024
 #: A small receive window, so that a reader that stalls is felt by the other side.
@@ -50,6 +51,7 @@ class SocketExchange(asyncio.Protocol):
     def __init__(self, clock: Callable[[], float], changed: Callable[[], None]) -> None:
         self.reply = Reply(stream=False)
         self.left = False
+        self.half_closed = False
         self.reusable = False
         #: Why there is no connection at all.
         self.refused = ""
@@ -78,8 +80,10 @@ class SocketExchange(asyncio.Protocol):
             return
         match how:
             case "fin":
+                self.half_closed = False
                 transport.close()
             case "half-close":
+                self.half_closed = True
                 transport.write_eof()
             case "reset":
                 raw = transport.get_extra_info("socket")
@@ -105,7 +109,7 @@ class SocketExchange(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self.left:
+        if self.left and not self.half_closed:
             return
         try:
             self._parser.feed_data(data)
@@ -165,7 +169,8 @@ class SocketWorld:
             timeout=CONTROL_SECONDS,
             verify=tls if tls is not None else True,
             trust_env=False,
-            limits=httpx.Limits(max_connections=4, max_keepalive_connections=2),
+            # Servers close what has rested for five seconds (uvicorn); not to be on the way in that very moment.
+            limits=httpx.Limits(max_connections=4, max_keepalive_connections=2, keepalive_expiry=_REST_SECONDS),
         )
 
     def now(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from stopguard.audit.scenario import scenario
 from stopguard.audit.stage import Skip, Stage, Ticket, why
-from stopguard.audit.world import Leaving
 
 __all__: list[str] = []
 
@@ -12,6 +11,8 @@ __all__: list[str] = []
 _LONG_PROMPT_WORDS = 40
 #: How long those that fill the slots run, of the deadline.
 _FILLER_SHARE = 0.6
+#: A half-closed client that has got so many more events is being served.
+_SERVED_ON_EVENTS = 20
 
 
 @scenario("finish", "plain ends", requests=4)
@@ -158,23 +159,43 @@ async def queued_behind_others(stage: Stage) -> None:
     await stage.leave(victim)
 
 
-async def _mid_stream_by(stage: Stage, how: Leaving) -> None:
+@scenario("half-close", "half-closed in the middle of a stream", requests=2, long=2)
+async def half_close(stage: Stage) -> None:
+    """Clients end their own direction only (FIN, and they would go on reading): by HTTP/1.1 servers' habit, gone.
+
+    A gateway may also take them for clients that wait, and go on serving them. Then they close altogether, and that
+    must be seen: neither serving them nor telling the engine is what nobody may do.
+    """
     for _ in range(2):
         victim = await stage.open()
         await stage.speaking(victim)
-        await stage.leave(victim, how)
+        await stage.leave(victim, "half-close")
+        if stage.through_gateway and await _served_on(stage, victim):
+            victim.stopped_at, victim.how = None, ""
+            await stage.leave(victim)
 
 
-@scenario("half-close", "half-closed in the middle of a stream", requests=2, long=2, via=False)
-async def half_close(stage: Stage) -> None:
-    """Clients end their own direction only (FIN, and they would go on reading): by HTTP/1.1 servers' habit, gone."""
-    await _mid_stream_by(stage, "half-close")
+async def _served_on(stage: Stage, victim: Ticket) -> bool:
+    """Whether a client that has half-closed still gets its stream: more of it than can have been under way."""
+    reply, enough = victim.reply, victim.reply.events + _SERVED_ON_EVENTS
+    pause = 4 * _SERVED_ON_EVENTS * stage.measured.token_seconds
+    exchange = victim.exchange
+    await stage.world.wait(
+        lambda: reply.ended or reply.events >= enough or not exchange.open, min(stage.plan.deadline_seconds, pause)
+    )
+    served = reply.events >= enough and not reply.ended
+    if served:
+        stage.notes.append("the gateway serves a client that has half-closed; it was then closed altogether")
+    return served
 
 
 @scenario("reset", "reset in the middle of a stream", requests=2, long=2)
 async def reset(stage: Stage) -> None:
     """The connection is reset (RST), as by a client that crashed or a middlebox."""
-    await _mid_stream_by(stage, "reset")
+    for _ in range(2):
+        victim = await stage.open()
+        await stage.speaking(victim)
+        await stage.leave(victim, "reset")
 
 
 @scenario("stalled-reader", "a reader that stalls, then goes", requests=2, long=1)

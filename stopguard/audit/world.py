@@ -174,8 +174,13 @@ class Exchange(Protocol):
 
     reply: Reply
 
+    @property
+    def open(self) -> bool:
+        """Whether its connection is still there, in one direction at least."""
+        ...
+
     async def leave(self, how: Leaving = "fin") -> None:
-        """Go, now. Afterwards nothing of the reply is read any more."""
+        """Go, now. Afterwards nothing of the reply is read any more; after a half-close its events still count."""
         ...
 
     def stall(self) -> None:

@@ -34,6 +34,10 @@ class _Exchange:
         elif self.inner.ended:
             self.reply.fail("the connection was closed", at)
 
+    @property
+    def open(self) -> bool:
+        return not self.left
+
     async def leave(self, how: Leaving = "fin") -> None:
         self.left = True
         await self.inner.disconnect()
