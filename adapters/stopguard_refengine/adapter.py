@@ -10,19 +10,28 @@ from __future__ import annotations
 
 import ssl
 from time import monotonic
+from typing import ClassVar
 
 import msgspec
 
-from stopguard.engines import EngineUnreachable, Identity
+from stopguard.engines import Capabilities, EngineFacts, EngineUnreachable, GaugeUnit, Identity, LaunchNeeds
 from stopguard.engines.openai import OpenAIEngine
+from stopguard.engines.resumption import Resumption
 from stopguard.ledger import EngineGauges, Evidence
 from stopguard.stops import CLOSE_CONNECTION, EngineProfile
+from stopguard_refengine.resumption import RESUMPTION
 
 __all__ = ["ReferenceEngineAdapter"]
+
+_HEADER = "x-reference-engine"
 
 
 class ReferenceEngineAdapter(OpenAIEngine):
     """One reference engine behind `base_url`."""
+
+    fingerprint_paths: ClassVar[tuple[str, ...]] = ("/ref/gauges",)
+    resumption: ClassVar[Resumption] = RESUMPTION
+    launch_needs: ClassVar[LaunchNeeds] = LaunchNeeds(programs=("refengine",), plugin="stopguard")
 
     def __init__(
         self,
@@ -36,10 +45,20 @@ class ReferenceEngineAdapter(OpenAIEngine):
         self.profile = EngineProfile(name=name, doors=(CLOSE_CONNECTION,), best_evidence=Evidence.GAUGE)
         self.control_paths = frozenset({"/ref/snapshot", "/ref/gauges", "/ref/pause", "/ref/resume", "/ref/log"})
         self.gauge_seconds = 0.02
+        self.capabilities = Capabilities(
+            gauge_unit=GaugeUnit.BLOCKS, token_ids_field="return_token_ids", endless_fields={"ignore_eos": True}
+        )
+
+    @staticmethod
+    def recognises(facts: EngineFacts) -> float:
+        """Every answer of it says so; without its truth it can only be taken for the engine that it imitates."""
+        if facts.status("/ref/gauges"):
+            return 2.0 if facts.status("/ref/gauges") == 200 and facts.header("/ref/gauges", _HEADER) else 0.0
+        return 0.5 if facts.header("/v1/models", _HEADER) else 0.0
 
     async def identify(self) -> Identity:
         response = await self.get("/ref/gauges")
-        return Identity(kind="ref", version=response.headers.get("x-reference-engine", ""))
+        return Identity(kind="ref", version=response.headers.get(_HEADER, ""))
 
     async def gauges(self) -> EngineGauges | None:
         at = monotonic()  # before the call: the gauges are at least as new as this

@@ -25,7 +25,10 @@ from stopguard.config.models import (
     TimeoutSettings,
     UpstreamTls,
 )
+from stopguard.config.preemption import ClassEntry, PreemptionEntry
+from stopguard.config.probe import ProbeEntry
 from stopguard.config.problems import InvalidConfiguration
+from stopguard.config.resume import ResumeEntry
 from stopguard.config.values import (
     Address,
     format_policy,
@@ -41,6 +44,7 @@ __all__ = [
     "Address",
     "Admin",
     "Books",
+    "ClassEntry",
     "Configuration",
     "ConnectionSettings",
     "EngineEntry",
@@ -52,6 +56,9 @@ __all__ = [
     "Loaded",
     "LogSettings",
     "PolicySettings",
+    "PreemptionEntry",
+    "ProbeEntry",
+    "ResumeEntry",
     "ServerTls",
     "StopSettings",
     "Tenant",

@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
+from stopguard.config.fields import Count, Seconds, Section, names
+from stopguard.config.preemption import PreemptionEntry
+from stopguard.config.probe import ProbeEntry
+from stopguard.config.resume import ResumeEntry
 from stopguard.config.values import NAME, OFF, Address, parse_address, parse_policy
 from stopguard.stops import ClientPolicy
 
@@ -68,27 +72,12 @@ def _journal_policy(policy: str | float) -> str | float:
     return policy
 
 
-Count = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrOff = Annotated[Seconds | None, BeforeValidator(_off_is_none)]
 FilePath = Annotated[Path, _from_text(Path)]
 ListenAddress = Annotated[Address, _from_text(parse_address)]
 AddressOrOff = Annotated[ListenAddress | None, BeforeValidator(_off_is_none)]
 Policy = Annotated[ClientPolicy, _from_text(parse_policy)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple)]
-
-
-def names(*, variable: str = "", flag: str = "") -> dict[str, Any]:
-    """The short names of a setting: its environment variable, where it is not the long one, and its flag."""
-    return {"variable": variable, "flag": flag}
-
-
-class Section(BaseModel):
-    """A table of the configuration: strict, closed, and immutable once it is read."""
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True, hide_input_in_errors=True
-    )
 
 
 class ServerTls(Section):
@@ -193,7 +182,8 @@ class EngineEntry(Section):
     kind: str = Field(
         default="openai",
         min_length=1,
-        description="Which adapter speaks to it. `openai` is any server with OpenAI's API; others come as packages.",
+        description="Which adapter speaks to it. `openai` is any server with OpenAI's API; others come as packages; "
+        "`auto` asks it at the start, and finds the adapter that knows it.",
     )
     url: str = Field(description="Its base URL, without the path of a route: `http://127.0.0.1:8000`.")
     api_key: SecretStr | None = Field(
@@ -311,9 +301,18 @@ class LivenessSettings(Section):
 
 
 class Tenant(Section):
-    """Somebody with a policy of their own, known by their API keys. No key needs to stand in this file."""
+    """Somebody with a policy or a class of their own, known by their API keys. No key needs to stand in this file."""
 
-    policy: Policy = Field(description="`stop`, `drain` or `grace=SECONDS`.")
+    policy: Policy | None = Field(
+        default=None, description="`stop`, `drain` or `grace=SECONDS`. Without it the route's policy counts."
+    )
+    usual_class: str = Field(
+        default="", description="The class of its requests, instead of `preemption.default_class`."
+    )
+    ceiling: str = Field(default="", description="The most that it may ask for, instead of `preemption.ceiling`.")
+    weight: float = Field(
+        default=1.0, gt=0, le=1000, description="Its share of a queue that others wait in, relative to theirs."
+    )
     key_sha256: Texts = Field(
         default=(),
         max_length=10_000,
@@ -448,11 +447,17 @@ class Configuration(Section):
     stops: StopSettings = StopSettings()
     aborts: Aborts = Aborts()
     books: Books = Books()
+    preemption: PreemptionEntry = PreemptionEntry()
+    resume: ResumeEntry = ResumeEntry()
+    probe: ProbeEntry = ProbeEntry()
     journal: JournalSettings = JournalSettings()
     log: LogSettings = LogSettings()
     allow_engine_control: bool = Field(
         default=False,
         description="Whether clients may call an engine's own control routes (abort everything, pause, …).",
+    )
+    identify_seconds: Seconds = Field(
+        default=60.0, description="How long the start waits for engines of the kind `auto` to say what they are."
     )
     workers: int = Field(default=1, description="Processes of the data plane. 1 in this version.")
 
@@ -460,6 +465,11 @@ class Configuration(Section):
     def _possible(self) -> Self:
         if self.workers != 1:
             raise ValueError(f"workers is {self.workers}, and this version has 1: start more replicas instead")
+        for name, tenant in self.policies.tenants.items():
+            for wanted_class in (tenant.usual_class, tenant.ceiling):
+                if wanted_class and wanted_class not in self.preemption.classes:
+                    known = ", ".join(sorted(self.preemption.classes))
+                    raise ValueError(f"policies.tenants.{name}: {wanted_class!r} is no class; there are: {known}")
         wanted = self.admin.listen
         if wanted is not None and wanted.port and wanted in self.listen.addresses:
             raise ValueError(f"listen and admin both want {wanted}: give them different ports")

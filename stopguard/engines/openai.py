@@ -8,11 +8,12 @@ passes through this module.
 from __future__ import annotations
 
 import ssl
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
 
+from stopguard.engines.capabilities import Capabilities, LaunchNeeds
 from stopguard.engines.protocol import AbortReply, EngineUnreachable, Identity, IdPlacement, ModelEntry
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import EngineGauges
@@ -22,10 +23,14 @@ __all__ = ["OpenAIEngine"]
 
 _MODELS_LIMIT = 1000
 _CONTROL_SECONDS = 5.0
+_REST_SECONDS = 2.0
 
 
 class OpenAIEngine:
     """An engine behind `base_url`, known only by OpenAI's API. Also the base class of closer acquaintances."""
+
+    fingerprint_paths: ClassVar[tuple[str, ...]] = ()
+    launch_needs: ClassVar[LaunchNeeds] = LaunchNeeds()
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class OpenAIEngine:
         self.control_paths: frozenset[str] = frozenset()
         self.reuse_connections = True
         self.gauge_seconds = 0.0
+        self.capabilities = Capabilities()
         self._client: httpx.AsyncClient | None = None
         self._headers = headers or {}
         self._tls = tls
@@ -105,6 +111,7 @@ class OpenAIEngine:
                 transport=self._transport,
                 # Control traffic goes where the operator said, whatever a proxy variable says.
                 trust_env=False,
-                limits=httpx.Limits(max_connections=8, max_keepalive_connections=2),
+                # Servers close what has rested for five seconds (uvicorn); not to be on the way in that very moment.
+                limits=httpx.Limits(max_connections=8, max_keepalive_connections=2, keepalive_expiry=_REST_SECONDS),
             )
         return self._client

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from stopguard.engines.capabilities import Capabilities
 from stopguard.errors import EngineError
 from stopguard.ledger import EngineGauges
 from stopguard.stops import AbortAnswer, EngineProfile, StopCause
@@ -27,10 +28,14 @@ class EngineUnreachable(EngineError):
 
 
 class IdPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine wants a request's id: in a header, in a field of the JSON body, in both, or nowhere."""
+    """Where an engine wants a request's id: in a header, in a field of the JSON body, in both, or nowhere.
+
+    `body_paths` are the routes whose bodies take the field; empty: all of them.
+    """
 
     header: str = ""
     body_field: str = ""
+    body_paths: frozenset[str] = frozenset()
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +79,7 @@ class Engine(Protocol):
     control_paths: frozenset[str]
     reuse_connections: bool
     gauge_seconds: float
+    capabilities: Capabilities
 
     async def identify(self) -> Identity:
         """What it is. `EngineUnreachable` when it does not answer."""

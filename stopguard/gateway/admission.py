@@ -1,8 +1,10 @@
 """Admission: what happens between a complete request and its engine.
 
 A request is refused early and cheaply (429, 503, 404, each saying that a retry is safe), or its books are
-opened and it is placed: with an engine that serves its model and has room, or in the queue. The queue is in
-order of arrival, except that a request whose engines are full does not hold up one whose engine is free.
+opened and it is placed: with an engine that serves its model and has room, or in the queue. Without classes
+(`preemption.mode` off) the queue is in order of arrival, except that a request whose engines are full does not hold
+up one whose engine is free. With classes it is a `stopguard.preemption.FairQueue` of several levels and tenants, and
+a deadline that cannot be met by what was seen lately is a reason to refuse.
 
 `Idempotency-Key`: a retry that comes while the first try is alive takes its place (`supersede`) or joins it.
 A retry that takes another's place waits until the other is settled, so that the two never run side by side.
@@ -10,7 +12,6 @@ A retry that takes another's place waits until the other is settled, so that the
 
 from __future__ import annotations
 
-from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,11 @@ from stopguard.gateway import terminal
 from stopguard.gateway.exchange import Exchange
 from stopguard.gateway.identifiers import IdSource
 from stopguard.gateway.joining import Recording
+from stopguard.gateway.ledgered import LedgeredExchange
 from stopguard.gateway.routes import BodyFacts, RouteKind, key_digest, kind_of, policy_for, read_facts
 from stopguard.gateway.settings import Idempotency
 from stopguard.gateway.upstream import Loss
+from stopguard.preemption import Claim, FairQueue, Limits, UnknownClass
 from stopguard.stops import ClientPolicy, DeadlineKind, RetryAdvice, Semantics, Source, StopCause
 
 if TYPE_CHECKING:
@@ -33,9 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["Admission", "Standing"]
 
 _NO_FACTS = BodyFacts()
+_LEDGERED_KINDS = (RouteKind.CHAT, RouteKind.COMPLETIONS)
 _NEVER_SENT = RetryAdvice(True, "never dispatched")
-_PUMP_AT_ONCE = 64
-"""How many queued requests are looked at when one place becomes free."""
+_ONE_FOR_ALL = ("", 1.0, 0)
+"""Tenant, weight and rank of every request while there are no classes."""
 
 
 class Standing:
@@ -58,13 +62,20 @@ class Standing:
 class Admission:
     """Takes requests in, and keeps the queue of those that no engine has room for."""
 
-    __slots__ = ("_gateway", "_ids", "_no_tenant", "queue", "refused")
+    __slots__ = ("_candidates", "_gateway", "_ids", "_no_tenant", "queue", "refused")
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._ids = IdSource()
         self._no_tenant = key_digest(b"")
-        self.queue: dict[Exchange, list[Member]] = {}
+        preempting = gateway.preempting
+        self.queue: FairQueue[Exchange] = FairQueue(
+            limit=gateway.limits.queued_requests,
+            levels=1 if preempting is None else len(preempting.classes.ranked),
+            promote_seconds=gateway.settings.preemption.promote_seconds,
+        )
+        # The engines that may serve each queued request.
+        self._candidates: dict[Exchange, list[Member]] = {}
         self.refused = 0
 
     def judge(self, head: RequestHead) -> None:
@@ -92,13 +103,25 @@ class Admission:
         facts = read_facts(body, head.content_type) if body else _NO_FACTS
         model = facts.model or ""
         candidates = gateway.fleet.serving(model)
-        refusal = self._reason_to_refuse(head, model, candidates)
+        at = monotonic()
+        claim: Claim | None = None
+        lowered_from = ""
+        refusal = None
+        if gateway.preempting is not None:
+            try:
+                claim, granted = gateway.preempting.claim(head, digest, body, candidates, at)
+                lowered_from = granted.lowered_from
+            except UnknownClass as error:
+                refusal = terminal.Notice(
+                    status=400, code="unknown_class", message=str(error), advice=_NEVER_SENT, should_retry=False
+                )
+        if refusal is None:
+            refusal = self._reason_to_refuse(head, model, candidates, claim, at)
         if refusal is not None:
             self.refuse(client, head, body, kind, refusal)
             return
         if head.idempotency_key and self._join(client, head, body, digest):
             return
-        at = monotonic()
         request_id = self._ids.next()
         try:
             tracked = gateway.controller.admit(request_id, at, model=gateway.fleet.label(model))
@@ -106,8 +129,13 @@ class Admission:
             notice = terminal.Notice(status=503, code="books_full", message=str(error), advice=_NEVER_SENT)
             self.refuse(client, head, body, kind, notice)
             return
-        exchange = Exchange(gateway, client, head, body, facts, tracked)
+        ledgers = gateway.parking is not None and facts.stream is True and kind in _LEDGERED_KINDS
+        exchange = (LedgeredExchange if ledgers else Exchange)(gateway, client, head, body, facts, tracked)
         tracked.owner = exchange
+        if claim is not None:
+            exchange.claim = claim
+            asked = f" ({lowered_from} was asked for)" if lowered_from else ""
+            tracked.ledgers.mark(at, f"class {claim.priority_class.name}{asked}")
         client.serving = exchange
         gateway.registry.add(exchange)
         if head.group:
@@ -121,6 +149,10 @@ class Admission:
             return
         self.place(exchange, candidates, at)
 
+    def fresh_id(self) -> str:
+        """Another id of ours, for a request that goes to an engine for another time."""
+        return self._ids.next()
+
     def place(self, exchange: Exchange, candidates: list[Member], at: float) -> None:
         """Send it to the best engine, or let it wait in the queue for one."""
         gateway = self._gateway
@@ -128,16 +160,17 @@ class Admission:
         if len(gateway.registry) - len(self.queue) <= gateway.limits.concurrent_requests:
             member = gateway.fleet.choose(candidates, exchange.tried)
         if member is None:
-            self.queue[exchange] = candidates
+            self._let_wait(exchange, candidates, at)
         else:
-            exchange.member = member
-            member.pool.acquire(exchange)
+            self._send(exchange, member, at)
         if not exchange.dispatched and not exchange.tracked.muted:
             self._set_queue_deadline(exchange, at)
 
     def output_began(self, exchange: Exchange, at: float) -> None:
         """The first piece of output: from now on the stream may not rest for too long."""
         self._gateway.controller.output_started(exchange.tracked, at)
+        if self._gateway.preempting is not None:
+            self._gateway.preempting.started(exchange, at)
         seconds = self._gateway.timeouts.idle_stream_seconds
         if seconds is not None and not exchange.tracked.muted:
             exchange.tracked.last_activity_at = at
@@ -145,21 +178,33 @@ class Admission:
 
     def withdraw(self, exchange: Exchange) -> None:
         """It waits for nothing any more."""
-        self.queue.pop(exchange, None)
+        if self.queue.remove(exchange):
+            del self._candidates[exchange]
         if exchange.member is not None and not exchange.dispatched:
             exchange.member.pool.withdraw(exchange)
 
     def pump(self, at: float) -> None:
-        """A place may have become free: give it to whoever has waited longest and can use it."""
+        """A place may have become free: give it to whoever goes next and can use it."""
         gateway = self._gateway
-        for exchange, candidates in list(islice(self.queue.items(), _PUMP_AT_ONCE)):
+        while self.queue:
             if len(gateway.registry) - len(self.queue) >= gateway.limits.concurrent_requests:
                 return
-            member = gateway.fleet.choose(candidates, exchange.tried)
-            if member is not None:
-                del self.queue[exchange]
-                exchange.member = member
-                member.pool.acquire(exchange)
+            picked = self.queue.pick(at, self._engine_for)
+            if picked is None:
+                return
+            exchange, member, level = picked
+            del self._candidates[exchange]
+            if gateway.preempting is not None and exchange.claim is not None:
+                exchange.claim.served_as = gateway.preempting.classes.ranked[level]
+            self._send(exchange, member, at)
+
+    def ahead_of(self, rank: int, candidates: list[Member]) -> int:
+        """How many wait for the same engines at `rank` or above."""
+        return self.queue.ahead_of(rank, tuple(candidates))
+
+    def highest_level(self, member: Member) -> int:
+        """The highest level at which somebody waits for this engine, -1 when nobody does."""
+        return self.queue.highest_level(lambda pool: member in pool)  # type: ignore[operator]
 
     def connect_failed(self, exchange: Exchange, reason: str) -> None:
         """No connection to the chosen engine: try another, or say that there is none. Nothing was sent."""
@@ -217,7 +262,38 @@ class Admission:
 
     # ---- private -------------------------------------------------------------------------------
 
-    def _reason_to_refuse(self, head: RequestHead, model: str, candidates: list[Member]) -> terminal.Notice | None:
+    def _send(self, exchange: Exchange, member: Member, at: float) -> None:
+        exchange.member = member
+        exchange.approach(member)
+        if self._gateway.preempting is not None and not exchange.tracked.muted:
+            # Only now, when the place counts as taken.
+            self._gateway.preempting.placed(exchange, at)
+
+    def _let_wait(self, exchange: Exchange, candidates: list[Member], at: float) -> None:
+        """Put it in the queue; whoever has no room there any more is turned away."""
+        tenant, weight, rank = _standing_in_line(exchange.claim)
+        arrived_at = exchange.tracked.ledgers.opened_at
+        pool = tuple(candidates)
+        waits, displaced = self.queue.offer(
+            exchange, tenant=tenant, weight=weight, rank=rank, pool=pool, arrived_at=arrived_at, at=at
+        )
+        if displaced is not None:
+            del self._candidates[displaced]
+        if waits:
+            self._candidates[exchange] = candidates
+        for turned_away in (displaced, None if waits else exchange):
+            if turned_away is not None:
+                cause = StopCause(semantics=Semantics.FAIL, source=Source.GATEWAY, reason="queue_full", observed_at=at)
+                self._gateway.carry_out(self._gateway.controller.stop(turned_away.tracked, at, cause), at)
+        if waits and self._gateway.preempting is not None:
+            self._gateway.preempting.queued(exchange, candidates, at)
+
+    def _engine_for(self, exchange: Exchange) -> Member | None:
+        return self._gateway.fleet.choose(self._candidates[exchange], exchange.tried)
+
+    def _reason_to_refuse(
+        self, head: RequestHead, model: str, candidates: list[Member], claim: Claim | None, at: float
+    ) -> terminal.Notice | None:
         gateway = self._gateway
         if gateway.draining:
             message = "this gateway is shutting down: send the request to another one"
@@ -231,25 +307,51 @@ class Admission:
             known = ", ".join(sorted(gateway.fleet.models())[:20])
             message = f"the model {model[:100]!r} is not served here; there are: {known}"
             return terminal.Notice(status=404, code="model_not_found", message=message, advice=_NEVER_SENT)
-        if len(self.queue) >= gateway.limits.queued_requests and gateway.fleet.choose(candidates) is None:
+        if (
+            len(self.queue) >= gateway.limits.queued_requests
+            and gateway.fleet.choose_quietly(candidates) is None
+            and self.queue.full_for(*_standing_in_line(claim))
+        ):
             message = f"{len(self.queue)} requests are waiting already: try again later"
             return terminal.Notice(
                 status=429, code="queue_full", message=message, advice=_NEVER_SENT, retry_after_seconds=1
             )
+        if gateway.preempting is not None and claim is not None:
+            hopeless = gateway.preempting.judge(claim, candidates, self._limits(head), at)
+            if hopeless is not None:
+                kind = hopeless.kind.value.replace("_", " ")
+                message = (
+                    f"the {kind} deadline of {hopeless.limit_seconds:g} s cannot be met: "
+                    f"by what was seen lately it takes {hopeless.expected_seconds:.1f} s"
+                )
+                return terminal.Notice(
+                    status=429,
+                    code="deadline_cannot_be_met",
+                    message=message,
+                    advice=_NEVER_SENT,
+                    retry_after_seconds=hopeless.retry_after_seconds,
+                )
         return None
 
-    def _set_deadlines(self, exchange: Exchange, at: float) -> None:
-        gateway = self._gateway
-        head, timeouts = exchange.head, gateway.timeouts
+    def _limits(self, head: RequestHead) -> Limits:
+        """How long a request with this head may take."""
+        timeouts = self._gateway.timeouts
         total = head.total_seconds or timeouts.total_seconds
         longest = timeouts.longest_total_seconds
         if longest is not None:
             total = longest if total is None else min(total, longest)
-        if total is not None:
-            self._set_deadline(exchange, DeadlineKind.TOTAL, at + total)
-        first = head.first_token_seconds or timeouts.first_token_seconds
-        if first is not None:
-            self._set_deadline(exchange, DeadlineKind.FIRST_TOKEN, at + first)
+        return Limits(
+            queue_seconds=timeouts.queue_seconds,
+            first_token_seconds=head.first_token_seconds or timeouts.first_token_seconds,
+            total_seconds=total,
+        )
+
+    def _set_deadlines(self, exchange: Exchange, at: float) -> None:
+        limits = self._limits(exchange.head)
+        if limits.total_seconds is not None:
+            self._set_deadline(exchange, DeadlineKind.TOTAL, at + limits.total_seconds)
+        if limits.first_token_seconds is not None:
+            self._set_deadline(exchange, DeadlineKind.FIRST_TOKEN, at + limits.first_token_seconds)
 
     def _set_queue_deadline(self, exchange: Exchange, at: float) -> None:
         seconds = self._gateway.timeouts.queue_seconds
@@ -294,3 +396,8 @@ class Admission:
             gateway.carry_out(gateway.controller.stop(before.tracked, at, cause), at)
         # Settled within the call: then `follow` has placed it already.
         return exchange.follows or exchange.at_engine or exchange in self.queue
+
+
+def _standing_in_line(claim: Claim | None) -> tuple[str, float, int]:
+    """Tenant, weight and rank in the queue."""
+    return _ONE_FOR_ALL if claim is None else (claim.tenant, claim.weight, claim.rank)

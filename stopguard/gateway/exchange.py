@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from stopguard.gateway.fleet import Member
     from stopguard.gateway.joining import Recording
     from stopguard.gateway.server import Gateway
+    from stopguard.preemption import Claim
 
 __all__ = ["Exchange"]
 
@@ -72,6 +73,7 @@ class Exchange:
         "_scanner",
         "_write",
         "body",
+        "claim",
         "client",
         "detail",
         "dispatched",
@@ -106,6 +108,8 @@ class Exchange:
         self.facts = facts
         self.tracked = tracked
         self.request_id = tracked.request_id
+        # What it may claim among others, while classes are in use.
+        self.claim: Claim | None = None
         self.member: Member | None = None
         self.tried: tuple[Member, ...] = ()
         self.upstream: Upstream | None = None
@@ -133,6 +137,14 @@ class Exchange:
 
     # ---- towards the engine --------------------------------------------------------------------
 
+    def approach(self, member: Member) -> None:
+        """`member` is the engine for it: get a connection."""
+        member.pool.acquire(self)
+
+    def request_to(self, member: Member) -> tuple[bytes, bytes]:
+        """Head and body of the request as they go over the wire."""
+        return member.request_for(self)
+
     def dispatch(self, upstream: Upstream) -> None:
         """Send the request to the engine over `upstream`."""
         member = self.member
@@ -141,7 +153,7 @@ class Exchange:
         at = monotonic()
         self.dispatched = True
         try:
-            gateway.controller.dispatch(self.tracked, at, member.profile)
+            gateway.controller.dispatch(self.tracked, at, member.profile_of(self))
         except LimitReached as error:
             self.dispatched = False
             upstream.abort()
@@ -149,10 +161,12 @@ class Exchange:
             cause = StopCause(semantics=Semantics.FAIL, source=Source.GATEWAY, reason="books_full", observed_at=at)
             gateway.stop(self.tracked, cause)
             return
+        if gateway.preempting is not None:
+            gateway.preempting.dispatched(self, at)
         self.upstream = upstream
         if self._paused:
             upstream.pause()
-        request, body = member.request_for(self)
+        request, body = self.request_to(member)
         if len(body) <= 16_384:
             upstream.write(request + body)
         else:
@@ -314,7 +328,9 @@ class Exchange:
             return
         policy = self.head.standing.policy
         member = self.member
-        if member is not None and member.closes_first and policy.stops_at_once and self._runs:
+        profile = self.tracked.profile
+        closes_first = profile is not None and profile.closes_first
+        if member is not None and closes_first and policy.stops_at_once and self._runs:
             # The wire before the books, where they can only come to this: the engine hears of it some tens of
             # microseconds earlier, and the knock that the controller orders finds the work done.
             self.close_upstream()
@@ -401,6 +417,11 @@ class Exchange:
         self.client = client
         self._write = client.write
         client.serving = self
+
+    @property
+    def engine_id(self) -> str:
+        """Its id at the engine: ours, unless it is there for another time."""
+        return self.request_id
 
     @property
     def kind(self) -> RouteKind:

@@ -13,27 +13,31 @@ engines that serve a model are ejected the least recently ejected one is tried a
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from stopguard.engines import Engine, EngineUnreachable, ModelEntry
+from stopguard.engines import Engine, EngineUnreachable, Identity, ModelEntry
 from stopguard.errors import ConfigurationError
 from stopguard.gateway.head import HeaderRules
 from stopguard.gateway.settings import EngineSettings, GatewaySettings
 from stopguard.gateway.statistics import MemberStatistics
 from stopguard.gateway.upstream import Pool
-from stopguard.stops import DoorKind
+from stopguard.stops import CLOSE_CONNECTION, DoorKind, EngineProfile
 
 if TYPE_CHECKING:
     from stopguard.gateway.exchange import Exchange
+    from stopguard.preemption import Claim
     from stopguard.stops import Controller
 
 __all__ = ["Fleet", "Member", "place_in_body"]
+
+logger = logging.getLogger(__name__)
 
 OTHER_MODEL = "other"
 _MODELS_LIMIT = 200
@@ -53,16 +57,21 @@ class Member:
         "_owned_fields",
         "_prefix",
         "authority",
-        "closes_first",
         "ejected_until",
         "ejections",
         "engine",
         "failures",
+        "identity",
+        "inside",
         "models",
+        "parent_profile",
+        "places_kept",
         "pool",
+        "preparing",
         "profile",
         "served",
         "settings",
+        "unnamed_profile",
     )
 
     def __init__(
@@ -80,8 +89,9 @@ class Member:
             raise ConfigurationError(f"engine {engine.name} has a profile with the name {engine.profile.name}")
         secure = parts.scheme == "https"
         self.engine = engine
-        self.profile = engine.profile
-        self.closes_first = bool(engine.profile.doors) and engine.profile.doors[0].kind is DoorKind.CLOSE
+        #: What a probe inside makes of the adapter's profile, while there is one.
+        self.inside: Callable[[EngineProfile], EngineProfile] | None = None
+        self.take_profile()
         self.settings = settings
         self._controller = controller
         self._prefix = parts.path.rstrip("/").encode("ascii")
@@ -105,19 +115,56 @@ class Member:
             head_bytes=gateway.limits.response_head_bytes,
         )
         self.models: dict[str, ModelEntry] | None = None
+        #: What it said it is, asked when it answers for the first time and whenever it was away.
+        self.identity: Identity | None = None
         self.failures = 0
         self.ejections = 0
         self.ejected_until = 0.0
         self.served = 0
+        # For requests that come back from a preemption; below zero for those that are held inside the engine.
+        self.places_kept = 0
+        # On their way to it, and not waiting for a connection yet.
+        self.preparing: set[Exchange] = set()
+
+    def take_profile(self) -> None:
+        """Read the adapter's profile (again): what it knows of its engine may change when it has asked it."""
+        base = self.engine.profile
+        # Where an abort by our id finds nothing, no time is lost on the doors that are called with it.
+        doors = tuple(door for door in base.doors if door.kind is not DoorKind.CALL)
+        self.unnamed_profile = msgspec.structs.replace(base, doors=doors or (CLOSE_CONNECTION,))
+        # A probe knows our id, and the children that belong to it; of a request without it it cannot speak.
+        inside = self.inside
+        self.profile = base if inside is None else inside(base)
+        self.parent_profile = self.unnamed_profile if inside is None else inside(self.unnamed_profile)
+
+    def profile_of(self, exchange: Exchange) -> EngineProfile:
+        """What a stop of this very request is worth here, and which doors are of use for it."""
+        engine = self.engine
+        paths = engine.placement.body_paths
+        one = exchange.facts.choices == 1 or engine.capabilities.aborts_children
+        if paths and exchange.head.path not in paths:
+            return self.unnamed_profile
+        return self.profile if one else self.parent_profile
 
     @property
     def load(self) -> int:
-        """Requests in the engine, by the books, and those that wait for a connection to it."""
-        return len(self._controller.in_engine.get(self.profile.name, ())) + len(self.pool.waiting)
+        """Requests in the engine, by the books, and those that are prepared or wait for a connection to it."""
+        in_engine = self._controller.in_engine.get(self.profile.name, ())
+        return len(in_engine) + len(self.pool.waiting) + len(self.preparing)
 
     @property
     def has_room(self) -> bool:
+        return self.load + self.places_kept < self.settings.concurrent_requests
+
+    @property
+    def has_room_for_returning(self) -> bool:
+        """Whether a request that was preempted may come back: the places that are kept are kept for it."""
         return self.load < self.settings.concurrent_requests
+
+    @property
+    def places_free(self) -> int:
+        """How many more requests it may be sent."""
+        return self.settings.concurrent_requests - self.places_kept - self.load
 
     @property
     def healthy(self) -> bool:
@@ -153,9 +200,36 @@ class Member:
                 head.opening(self.authority, self._prefix, extra, keep_alive=self.pool.reuse) + self._id_line
             )
         if self._owned_fields and body:
-            body = place_in_body(body, self._owned_fields, self._body_field, exchange.request_id)
+            paths = self.engine.placement.body_paths
+            field = self._body_field if not paths or head.path in paths else ""
+            body = place_in_body(body, self._owned_fields, field, exchange.request_id)
+        if exchange.claim is not None and body:
+            body = self._with_priority(body, exchange.claim)
         if self._id_line:
             return b"%b%b\r\n%b" % (opening, exchange.request_id.encode(), head.ending(len(body))), body
+        return opening + head.ending(len(body)), body
+
+    def _with_priority(self, body: bytes, claim: Claim) -> bytes:
+        """`body` with the priority of the request's class in the place of what the client wrote."""
+        can = self.engine.capabilities
+        if not can.priority_field:
+            return body
+        priority = claim.engine_priority(lower_is_more_urgent=can.lower_is_more_urgent)
+        return place_in_body(body, (can.priority_field,), can.priority_field, priority)
+
+    def request_at(self, exchange: Exchange, path: str, body: bytes) -> tuple[bytes, bytes]:
+        """Head and body of a request that is ours in wording: another path, another body, the client's headers."""
+        head = exchange.head
+        extra = self._extra if self._own_credentials else head.credential_lines + self._extra
+        opening = head.opening(self.authority, self._prefix, extra, keep_alive=self.pool.reuse, target=path.encode())
+        if self._owned_fields:
+            paths = self.engine.placement.body_paths
+            field = self._body_field if not paths or path in paths else ""
+            body = place_in_body(body, self._owned_fields, field, exchange.engine_id)
+        if exchange.claim is not None:
+            body = self._with_priority(body, exchange.claim)
+        if self._id_line:
+            opening += b"%b%b\r\n" % (self._id_line, exchange.engine_id.encode())
         return opening + head.ending(len(body)), body
 
     def statistics(self) -> MemberStatistics:
@@ -174,8 +248,8 @@ class Member:
         )
 
 
-def place_in_body(body: bytes, owned: Iterable[str], field: str, request_id: str) -> bytes:
-    """`body` without the top-level fields that are ours, and with our id in `field`, if it names one.
+def place_in_body(body: bytes, owned: Iterable[str], field: str, value: str | int) -> bytes:
+    """`body` without the top-level fields that are ours, and with `value` (our id) in `field`, if it names one.
 
     The other fields stay as they are, byte for byte. A body that is no JSON object is left alone: no
     engine takes an id from it.
@@ -187,7 +261,7 @@ def place_in_body(body: bytes, owned: Iterable[str], field: str, request_id: str
     for name in owned:
         fields.pop(name, None)
     if field:
-        fields[field] = request_id
+        fields[field] = value
     return _encode(fields)
 
 
@@ -212,6 +286,7 @@ class Fleet:
         self.header_rules = HeaderRules(owned)
         self.members = [Member(engine, each, settings, self.header_rules, controller) for engine, each in pairs]
         self.control_paths = frozenset(path for engine, _ in pairs for path in engine.control_paths)
+        self.on_identified: Callable[[Member, Identity], None] | None = None
         self._by_name = {member.engine.name: member for member in self.members}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -239,6 +314,10 @@ class Fleet:
         if not model or len(self.members) == 1:
             return self.members
         return [member for member in self.members if member.models is None or model in member.models]
+
+    def choose_quietly(self, candidates: list[Member]) -> Member | None:
+        """Some of `candidates` that has room, without sending anything there."""
+        return next((member for member in candidates if member.has_room), None)
 
     def choose(self, candidates: list[Member], excluded: Sequence[Member] = ()) -> Member | None:
         """The best of `candidates` that has room; `None` when none has."""
@@ -280,9 +359,26 @@ class Fleet:
         try:
             entries = await member.engine.models()
         except EngineUnreachable:
+            member.identity = None  # it may come back as another version
             return False
         member.models = {entry.id: entry for entry in entries[:_MODELS_LIMIT]}
+        if member.identity is None:
+            await self._identify(member)
+        else:
+            member.take_profile()  # what is worth what may turn out only when the engine has worked
+        member.pool.reuse = member.engine.reuse_connections
         return True
+
+    async def _identify(self, member: Member) -> None:
+        try:
+            identity = await member.engine.identify()
+        except EngineUnreachable as error:
+            logger.warning("engine %s serves models and does not say what it is: %s", member.engine.name, error)
+            identity = Identity(kind="")
+        member.identity = identity
+        member.take_profile()
+        if self.on_identified is not None:
+            self.on_identified(member, identity)
 
     async def _watch(self, member: Member) -> None:
         while True:

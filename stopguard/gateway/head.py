@@ -59,7 +59,9 @@ Headers = list[tuple[bytes, bytes]]
     _TOTAL,
     _FIRST_TOKEN,
     _ENCODING,
-) = range(16)
+    _CLASS,
+    _RESUME,
+) = range(18)
 
 _REQUEST_KINDS: dict[bytes, int] = {
     b"host": _HOST,
@@ -77,6 +79,8 @@ _REQUEST_KINDS: dict[bytes, int] = {
     b"x-stopguard-group": _GROUP,
     b"x-stopguard-timeout": _TOTAL,
     b"x-stopguard-first-token-timeout": _FIRST_TOKEN,
+    b"x-stopguard-class": _CLASS,
+    b"x-stopguard-resume": _RESUME,
     # Hop-by-hop (RFC 9110 section 7.6.1), and those that older software still sends.
     b"keep-alive": _DROP,
     b"proxy-connection": _DROP,
@@ -118,6 +122,8 @@ _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _ALIAS_SHAPE = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _LABEL_SHAPE = re.compile(rb"[!-~]{1,256}")
 _SECONDS = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+_RESUME_WORDS = ("exact", "approximate", "never")
+_CLASS_SHAPE = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class HeadRejected(ClientError):
@@ -156,10 +162,12 @@ class RequestHead:
         "length",
         "method",
         "path",
+        "resume",
         "standing",
         "target",
         "total_seconds",
         "upgrade",
+        "wanted_class",
     )
 
     def __init__(self, method: bytes, target: bytes, http_1_1: bool) -> None:
@@ -182,6 +190,8 @@ class RequestHead:
         self.group = ""
         self.total_seconds: float | None = None
         self.first_token_seconds: float | None = None
+        self.wanted_class = ""
+        self.resume = ""
         self.standing: Any = None
 
     @property
@@ -194,17 +204,20 @@ class RequestHead:
         """Whether a request with the same bytes means the same but for its length."""
         return not self.chunked and not self.expects_continue and not self.upgrade
 
-    def opening(self, authority: bytes, prefix: bytes, extra: bytes, *, keep_alive: bool) -> bytes:
+    def opening(
+        self, authority: bytes, prefix: bytes, extra: bytes, *, keep_alive: bool, target: bytes | None = None
+    ) -> bytes:
         """The head as an engine gets it, up to what differs between requests: `ending` follows.
 
-        `prefix` comes before the path, `extra` are whole header lines of ours with their CRLFs.
+        `prefix` comes before the path, `extra` are whole header lines of ours with their CRLFs. `target` is the
+        client's own unless another one is given.
         """
         if not keep_alive:
             extra += b"connection: close\r\n"
         return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b%b" % (
             self.method,
             prefix,
-            self.target,
+            self.target if target is None else target,
             authority,
             self.forward,
             extra,
@@ -349,6 +362,14 @@ def _read_special(head: RequestHead, kind: int, value: bytes) -> None:
         head.total_seconds = _seconds(value, "X-StopGuard-Timeout")
     elif kind == _FIRST_TOKEN:
         head.first_token_seconds = _seconds(value, "X-StopGuard-First-Token-Timeout")
+    elif kind == _CLASS:
+        if _CLASS_SHAPE.fullmatch(value) is None:
+            raise HeadRejected(400, "X-StopGuard-Class must be the name of a class")
+        head.wanted_class = value.decode("ascii")
+    elif kind == _RESUME:
+        head.resume = value.decode("ascii", "replace").lower()
+        if head.resume not in _RESUME_WORDS:
+            raise HeadRejected(400, f"X-StopGuard-Resume must be one of {', '.join(_RESUME_WORDS)}")
 
 
 def _seconds(value: bytes, name: str) -> float:

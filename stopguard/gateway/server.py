@@ -18,7 +18,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stopguard.engines import Engine, EngineUnreachable
 from stopguard.errors import ConfigurationError
@@ -28,12 +28,16 @@ from stopguard.gateway.downstream import Downstream
 from stopguard.gateway.exchange import Exchange
 from stopguard.gateway.fleet import Fleet
 from stopguard.gateway.head import RequestHead
+from stopguard.gateway.inside_way import InsideWay
 from stopguard.gateway.liveness import set_listener_options
+from stopguard.gateway.parking import GatewayWay
+from stopguard.gateway.preempting import Preempting
 from stopguard.gateway.registry import Registry
 from stopguard.gateway.seen_heads import SeenHeads
 from stopguard.gateway.settings import EngineSettings, GatewaySettings, Listener
 from stopguard.gateway.statistics import GatewayStatistics
 from stopguard.ledger import Book
+from stopguard.preemption import Mode
 from stopguard.stops import (
     AbortAnswer,
     Controller,
@@ -48,6 +52,9 @@ from stopguard.stops import (
     effects,
     observe_gauges,
 )
+
+if TYPE_CHECKING:
+    from stopguard.gateway.probing import Probing
 
 __all__ = ["Gateway", "loop_factory"]
 
@@ -84,11 +91,23 @@ class Gateway:
         self.header_rules = self.fleet.header_rules
         self.seen_heads: SeenHeads[RequestHead] = SeenHeads()
         self.registry = Registry(self.limits.recent_requests)
+        wanted = self.settings.preemption
+        self.preempting = None if wanted.mode is Mode.OFF else Preempting(self)
+        # Streams that may be cut and go on; without it every stream is passed through.
+        self.parking: GatewayWay | None = None
+        if wanted.mode is Mode.PREEMPT or self.settings.resume.failover:
+            self.parking = GatewayWay(self)
+        if self.preempting is not None:
+            self.preempting.add_way(InsideWay(self))
+            if self.parking is not None:
+                self.preempting.add_way(self.parking)
         self.admission = Admission(self)
         self.cancel_api = CancelApi(self)
         self.observers: list[Callable[[Effect, float], None]] = []
         # How to knock on a door of kind PROBE, set by whoever has the channel; without it the knock has failed.
         self.knock_probe: Callable[[effects.Knock, float], None] | None = None
+        # The probes inside engines, when somebody listens for them.
+        self.probing: Probing | None = None
         self.failed_effects = 0
         # Called with each request that was taken in, before it is sent anywhere (a tracer wants its parent).
         self.on_admitted: Callable[[Exchange], None] | None = None
@@ -148,6 +167,10 @@ class Gateway:
         for task in [*self._aborts, *self._gauge_readers.values()]:
             task.cancel()
         await asyncio.gather(*self._aborts, *self._gauge_readers.values(), return_exceptions=True)
+        if self.preempting is not None:
+            await self.preempting.close()
+        if self.parking is not None:
+            await self.parking.close()
         await self.fleet.close()
         for connection in list(self._connections):
             # What was written is flushed first, for a moment.
@@ -221,9 +244,11 @@ class Gateway:
                     exchange = effect.tracked.owner
                     if exchange is not None:
                         exchange.stop_began()
+                    if self.preempting is not None:
+                        self.preempting.ended(effect.tracked, at)
                     self.wake_soon(at)
                 elif type(effect) is effects.Observe:
-                    self._observe(effect.engine)
+                    self.look(effect.engine)
                 for observer in self.observers:
                     observer(effect, at)
             except Exception:
@@ -244,6 +269,8 @@ class Gateway:
         if follower is not None:
             exchange.follower = follower.predecessor = None
             self.admission.follow(follower, at)
+        if self.preempting is not None:
+            self.preempting.settled(tracked, at)
         if self.admission.queue:
             self.admission.pump(at)
         if self.draining and not len(self.registry):
@@ -275,7 +302,8 @@ class Gateway:
             if member is not None and tracked.cause is not None:
                 try:
                     async with asyncio.timeout(self.timeouts.abort_seconds):
-                        reply = await member.engine.abort(tracked.request_id, door.name, tracked.cause)
+                        known_as = tracked.request_id if tracked.owner is None else tracked.owner.engine_id
+                        reply = await member.engine.abort(known_as, door.name, tracked.cause)
                     answer, retry_after = reply.answer, reply.retry_after_seconds
                 except (EngineUnreachable, TimeoutError) as error:
                     logger.warning("%s: door %s does not answer: %s", tracked.request_id, door.name, error)
@@ -283,7 +311,7 @@ class Gateway:
         self.carry_out(self.controller.abort_answered(tracked, at, door.name, answer, retry_after), at)
         self.wake_soon(at)
 
-    def _observe(self, engine: str) -> None:
+    def look(self, engine: str) -> None:
         """Read an engine's gauges as soon as its adapter allows; one reading at a time."""
         member = self.fleet.named(engine)
         if member is not None and engine not in self._gauge_readers and member.engine.gauge_seconds > 0:
@@ -305,6 +333,8 @@ class Gateway:
         if gauges is not None:
             at = monotonic()
             self.carry_out(observe_gauges(self.controller, name, at, gauges), at)
+            if self.preempting is not None:
+                self.preempting.gauges_read(name, gauges, at)
             self.wake_soon(at)
 
     # ---- time ----------------------------------------------------------------------------------
@@ -347,11 +377,14 @@ class Gateway:
                     connection.deadline_passed(at)
                 self.watch(connection)
             self.cancel_api.advance(at)
+            if self.preempting is not None:
+                self.preempting.advance(at)
             rested = self.fleet.close_rested(at)
         finally:
             # Whatever went wrong in one request must not stop the clock of the others.
-            for due_at in (self.controller.next_due(), self._wheel.next_due()):
-                if due_at is not None:
+            decides_at = None if self.preempting is None else self.preempting.next_due()
+            for due_at in (self.controller.next_due(), self._wheel.next_due(), decides_at):
+                if due_at is not None and due_at < _NEVER:
                     self.wake_at(max(due_at, at + 0.001))
         if rested:
             self.wake_at(at + 1.0)

@@ -13,6 +13,7 @@ import ssl
 import msgspec
 
 from stopguard.errors import ConfigurationError
+from stopguard.preemption.settings import PreemptionSettings
 from stopguard.stops import ClientPolicy
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Liveness",
     "Listener",
     "Policies",
+    "ResumeSettings",
     "Timeouts",
 ]
 
@@ -144,6 +146,29 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sent with every request; they take the place of the client's headers of the same name."""
 
 
+class ResumeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stream that was cut goes on; see `stopguard.gateway.parking`."""
+
+    failover: bool = False
+    """Continue a stream whose engine was lost at another one that serves the same model."""
+    failovers: int = 2
+    """How often one request may be continued that way."""
+    tries: int = 5
+    """Attempts to continue in a row that may fail before the stream is ended with an error."""
+    ack_seconds: float = 1.0
+    """How long a preempted request's engine has to show that it let go; what takes longer is not waited for."""
+    comment_seconds: float = 10.0
+    """How often a comment (`: preempted`) keeps the connection of a parked stream awake."""
+    kept_tokens: int = 262_144
+    """Tokens of one answer that are kept; a longer one is passed on, and cannot be continued any more."""
+    parked_requests: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("tries", "ack_seconds", "comment_seconds", "kept_tokens", "parked_requests"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"resume.{name} must be more than zero, not {getattr(self, name)}")
+
+
 class Listener(msgspec.Struct, frozen=True, kw_only=True):
     """One address to listen on. `tls` makes it HTTPS; `reuse_port` lets several processes share it."""
 
@@ -163,6 +188,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     liveness: Liveness = Liveness()
     policies: Policies = Policies()
     idempotency: Idempotency = Idempotency.SUPERSEDE
+    preemption: PreemptionSettings = msgspec.field(default_factory=PreemptionSettings)
+    resume: ResumeSettings = ResumeSettings()
     allow_engine_control: bool = False
     """Whether clients may call an engine's own control routes (abort everything, pause, …) through us."""
 

@@ -89,10 +89,16 @@ def notice_of_stop(cause: StopCause, advice: RetryAdvice, detail: str = "") -> N
         by = f" by {cause.actor}" if cause.actor else ""
         message = f"stopped: this request was cancelled{by}"
         return Notice(status=499, code="cancelled", message=message, advice=advice, should_retry=False)
+    if cause.reason.startswith("resume_"):
+        message = f"the stream was interrupted and cannot be continued: {detail or cause.reason.replace('_', ' ')}"
+        return Notice(status=502, code=cause.reason, message=message, advice=advice, should_retry=advice.safe)
     if cause.source is Source.ENGINE:
         code = "engine_unreachable" if cause.reason == "unreachable" else "engine_lost"
         message = f"the engine failed before the response was complete: {detail or cause.reason.replace('_', ' ')}"
         return Notice(status=502, code=code, message=message, advice=advice, should_retry=advice.safe)
+    if cause.reason == "queue_full":
+        message = "the queue is full and others go first: try again later"
+        return Notice(status=429, code=cause.reason, message=message, advice=advice, retry_after_seconds=1)
     message = f"the request was stopped: {detail or cause.reason.replace('_', ' ')}"
     return Notice(status=503, code=cause.reason, message=message, advice=advice, should_retry=advice.safe, close=True)
 

@@ -120,7 +120,8 @@ class Upstream(asyncio.Protocol):
             self._reusable = False
             data = data[:taken]
         exchange.on_body(data)
-        if body.done:
+        # The exchange may have let go of this connection while it read.
+        if body.done and self.exchange is exchange:
             self._finish(exchange)
 
     def eof_received(self) -> bool:

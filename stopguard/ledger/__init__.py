@@ -20,7 +20,7 @@ from stopguard.ledger.errors import (
 from stopguard.ledger.leaks import Leak
 from stopguard.ledger.limits import BookLimits, BookStatistics
 from stopguard.ledger.obligations import Obligation
-from stopguard.ledger.reconcile import Difference, EngineGauges, Reconciler, Reconciliation, reconcile
+from stopguard.ledger.reconcile import Difference, EngineGauges, Reconciler, Reconciliation, reconcile, reconcile_inside
 from stopguard.ledger.record import Mark, RequestRecord, StopSummary, decode_record, encode_record
 from stopguard.ledger.request import RequestLedgers
 
@@ -56,4 +56,5 @@ __all__ = [
     "decode_record",
     "encode_record",
     "reconcile",
+    "reconcile_inside",
 ]

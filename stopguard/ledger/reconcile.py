@@ -21,7 +21,7 @@ import msgspec
 from stopguard.ledger.accounts import Account, Ledger
 from stopguard.ledger.request import RequestLedgers
 
-__all__ = ["Difference", "EngineGauges", "Reconciler", "Reconciliation", "reconcile"]
+__all__ = ["Difference", "EngineGauges", "Reconciler", "Reconciliation", "reconcile", "reconcile_inside"]
 
 
 class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,8 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
 
     `blocks_used` counts blocks that a request holds or that are behind a fence; what the prefix
     cache keeps and would give away is not used. `request_ids` are the ids that the engine knows,
-    where it lists them (a probe's snapshot).
+    where it lists them (a probe's snapshot). `holds_since` is for gauges that are behind (those of an engine's last
+    step): the latest moment of which it is known that the numbers are not older. `None`: they are of `at`.
     """
 
     at: float
@@ -39,6 +40,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int | None = None
     slots_used: int | None = None
     request_ids: frozenset[str] | None = None
+    holds_since: float | None = None
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +80,8 @@ _IN_ENGINE = (
     Account.QUEUE_PAUSED,
     Account.QUEUE_TRANSFERRING,
 )
+_QUEUED = (Account.QUEUE_WAITING, Account.QUEUE_RUNNING, Account.QUEUE_PREEMPTED)
+_ASIDE = (Account.QUEUE_PAUSED, Account.QUEUE_TRANSFERRING)
 _SLOTS = (Account.KV_LORA, Account.KV_ENCODER, Account.KV_GRAMMAR, Account.KV_SPECULATIVE)
 
 
@@ -115,6 +119,47 @@ def reconcile(requests: Iterable[RequestLedgers], gauges: EngineGauges) -> Recon
         _compare(Ledger.KV, "slots", slots, gauges.slots_used, set(), None),
     ]
     return Reconciliation(at=gauges.at, differences=tuple(differences))
+
+
+def reconcile_inside(
+    requests: Iterable[RequestLedgers],
+    gauges: EngineGauges,
+    orphan_ids: tuple[str, ...] = (),
+    phantom_ids: tuple[str, ...] = (),
+) -> Reconciliation:
+    """Compare the requests that an engine's scheduler has reported with its own totals (both from a probe).
+
+    Two things are no difference. Engines disagree on whether one that is held or in transfer is in a queue. And
+    the books count references to blocks, of which several can go to one block of a shared prefix: more references
+    than blocks in use are as it should be, fewer are blocks that nobody owns. `orphan_ids` and `phantom_ids` were
+    found by name (an engine's list against ours at the same moment).
+    """
+    queued = aside = references = slots = 0
+    for request in requests:
+        balances = request.balances
+        queued += sum(balances[account] for account in _QUEUED)
+        aside += sum(balances[account] for account in _ASIDE)
+        references += request.blocks_held + balances[Account.KV_FENCED]
+        slots += sum(balances[account] for account in _SLOTS)
+    places: int | None = None
+    expected = queued
+    if gauges.running is not None and gauges.waiting is not None:
+        places = gauges.running + gauges.waiting
+        expected = min(max(queued, places), queued + aside)
+    queue = _compare(Ledger.QUEUE, "places", expected, places, set(), None)
+    if orphan_ids or phantom_ids:
+        queue = msgspec.structs.replace(
+            queue,
+            orphans=max(queue.orphans, len(orphan_ids)),
+            phantoms=max(queue.phantoms, len(phantom_ids)),
+            orphan_ids=orphan_ids,
+            phantom_ids=phantom_ids,
+        )
+    used = gauges.blocks_used
+    shared = used is not None and 0 < used < references
+    blocks = _compare(Ledger.KV, "blocks", used if shared else references, used, set(), None)
+    taken = _compare(Ledger.KV, "slots", slots, gauges.slots_used, set(), None)
+    return Reconciliation(at=gauges.at, differences=(queue, blocks, taken))
 
 
 def _compare(

@@ -394,7 +394,6 @@ class RequestLedgers:
         self.closed_at = at
 
     # ---- questions -------------------------------------------------------------------------
-
     @property
     def all_closed(self) -> bool:
         """Whether all five ledgers are closed (after a `fold`)."""
@@ -415,6 +414,11 @@ class RequestLedgers:
         """Computed and neither delivered nor dropped, with what the counters have and no fold has booked yet."""
         computed, delivered = self._folded[0], self._folded[1]
         return self.balances[_IN_FLIGHT] + (self.tokens_computed - computed) - (self.tokens_delivered - delivered)
+
+    @property
+    def blocks_held(self) -> int:
+        """Held and behind no fence, with what the counters have and no fold has booked yet."""
+        return self.balances[_KV_HELD] + self.blocks_taken - self._folded[4] - self.blocks_returned + self._folded[5]
 
     def ledger_closed(self, ledger: Ledger) -> bool:
         """Whether nothing is open in `ledger`."""

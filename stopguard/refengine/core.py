@@ -292,6 +292,16 @@ class Core:
             self.return_blocks(pin.request, pin.blocks)
         self.stalled.clear()
 
+    def leaving(self) -> list[tuple[Request, int]]:
+        """Requests that are over and whose blocks are not all back, each with those of them that no fence holds."""
+        found: dict[str, tuple[Request, int]] = {}
+        for fence in self.fences:
+            found[fence.request.request_id] = (fence.request, 0)
+        for pin in (*self.pins, *self.stalled):
+            held = found.get(pin.request.request_id, (pin.request, 0))[1]
+            found[pin.request.request_id] = (pin.request, held + len(pin.blocks))
+        return [(request, held) for name, (request, held) in found.items() if name not in self.requests]
+
     def _keep_partial_block(self, request: Request, table: list[int]) -> None:
         whole, rest = divmod(request.computed, self.config.block_tokens)
         if rest and whole < len(table) and request.sealed == whole:

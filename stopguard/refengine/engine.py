@@ -513,6 +513,20 @@ class ReferenceEngine:
         """Writes of dead steps that landed in a block with a new owner: 0 in a healthy engine."""
         return self._core.pool.stale_writes
 
+    @property
+    def sequence(self) -> int:
+        """The number of the last frame."""
+        return self._sequence
+
+    @property
+    def between_frames(self) -> bool:
+        """Whether nothing has happened that the last frame did not say."""
+        return not self._core.events
+
+    def leaving(self) -> list[tuple[Request, int]]:
+        """What `Core.leaving` says."""
+        return self._core.leaving()
+
     def health(self) -> Health:
         """What `/health` answers (it knows a dead process, not a wedged one) and whether that is true."""
         if self._core.crashed:

@@ -72,6 +72,8 @@ class Application:
             message = await receive()
             if message["type"] == "lifespan.startup":
                 self.face.driver.start()
+                for begin in self.face.on_start:
+                    begin()
                 await send({"type": "lifespan.startup.complete"})
             else:
                 self.face.close()
@@ -106,12 +108,15 @@ class Application:
         body = request.json()
         match kind:
             case "generate":
-                return parse_generate(body, **common)
+                call = parse_generate(body, **common)
             case "llama":
-                return parse_llama(body, headers=request.headers, config=face.engine.config, **common)
+                call = parse_llama(body, headers=request.headers, config=face.engine.config, **common)
             case _:
                 chat = kind == "chat"
-                return parse_call(body, chat=chat, headers=request.headers, config=face.engine.config, **common)
+                call = parse_call(body, chat=chat, headers=request.headers, config=face.engine.config, **common)
+        rid = body.get("rid")
+        call.owner = request.headers.get("x-request-id", "") or (rid if isinstance(rid, str) else "")
+        return call
 
     def _answer(self, request: Request) -> Response:
         self.face.driver.catch_up()

@@ -146,6 +146,8 @@ class Ticket(msgspec.Struct, eq=False):
     inbox: Inbox | None
     #: Numbers of the sequences whose last output has not come.
     open: set[int]
+    #: What whoever sent it calls it (`X-Request-Id`): the name that a probe knows it by.
+    owner: str = ""
 
 
 class Driver:
@@ -161,6 +163,7 @@ class Driver:
         self.failure = ""
         self.tickets: dict[str, Ticket] = {}
         self.by_handle: dict[str, list[str]] = {}
+        self.by_owner: dict[str, list[str]] = {}
         #: Outputs that nobody waited for: their client had gone, or a fault made them.
         self.outputs_unclaimed = 0
         self.slipped_seconds = 0.0
@@ -171,15 +174,16 @@ class Driver:
 
     # Commands -------------------------------------------------------------------------------------
 
-    def submit(self, spec: RequestSpec, handle: str, inbox: Inbox) -> Ticket:
+    def submit(self, spec: RequestSpec, handle: str, inbox: Inbox, owner: str = "") -> Ticket:
         """Give the engine a request whose outputs go to `inbox`. Raises what `ReferenceEngine.submit` raises."""
         at = self.catch_up()
         self._check_alive()
         self.engine.submit(spec, at)
-        ticket = Ticket(spec.request_id, handle, inbox, set(range(spec.sampling.n)))
+        ticket = Ticket(spec.request_id, handle, inbox, set(range(spec.sampling.n)), owner)
         self.tickets[spec.request_id] = ticket
-        if handle:
-            self.by_handle.setdefault(handle, []).append(spec.request_id)
+        for index, key in ((self.by_handle, handle), (self.by_owner, owner)):
+            if key:
+                index.setdefault(key, []).append(spec.request_id)
         self.wake()
         return ticket
 
@@ -273,11 +277,11 @@ class Driver:
 
     def _end(self, ticket: Ticket) -> None:
         del self.tickets[ticket.request_id]
-        if ticket.handle:
-            names = self.by_handle[ticket.handle]
-            names.remove(ticket.request_id)
-            if not names:
-                del self.by_handle[ticket.handle]
+        for index, key in ((self.by_handle, ticket.handle), (self.by_owner, ticket.owner)):
+            if key:
+                index[key].remove(ticket.request_id)
+                if not index[key]:
+                    del index[key]
 
     def _look_for_death(self) -> None:
         if self.engine.crashed and not self.failure:

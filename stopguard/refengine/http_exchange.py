@@ -88,13 +88,13 @@ class Exchange:
     def _submit_one(self, spec: RequestSpec, handle: str) -> Ticket:
         driver = self.face.driver
         try:
-            return driver.submit(spec, handle, self.inbox)
+            return driver.submit(spec, handle, self.inbox, self.call.owner)
         except DuplicateRequest:
             if not self.face.style.twins:
                 raise
             # Two live requests may bear the same external id; an abort by it reaches both.
             twin = f"{spec.request_id}-{self.face.numbers.getrandbits(32):08x}"
-            return driver.submit(msgspec.structs.replace(spec, request_id=twin), handle, self.inbox)
+            return driver.submit(msgspec.structs.replace(spec, request_id=twin), handle, self.inbox, self.call.owner)
 
     # The connection -------------------------------------------------------------------------------
 

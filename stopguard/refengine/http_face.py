@@ -63,6 +63,8 @@ class Face:
         self.driver = Driver(engine, self.clock, [self._note_step])
         #: Called with each step's frame, in the loop's thread: it must not wait.
         self.on_frame = on_frame
+        #: Called when the face begins to serve, in its loop: a probe starts there.
+        self.on_start: list[Callable[[], None]] = []
         #: Where ids come from, so that a run can be repeated.
         self.numbers = random.Random(f"http:{seed}")
         #: Open generations. An exchange is in here from its submission until its response has ended.

@@ -5,13 +5,14 @@
   when idle; `num_retracted_reqs` and `queues.retracted` stay 0.
 * llama.cpp: `/metrics` and `/slots`; what a slot shows persists after its release.
 * TensorRT-LLM: `/metrics` is a JSON list of iteration records that is drained on read.
-* DeepInfer 0.1.0 has no server; its face shows the core's totals as one JSON object.
+* DeepInfer 0.1.0 has no server; the face in its adapter package shows totals (`http_routes`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -95,6 +96,7 @@ class LateGauges:
         self._period = period
         self._step = 0
         self.gauges: Gauges = face.engine.gauges()
+        self._looked_at = face.clock.wall()
         face.driver.on_step.append(self._look)
 
     def _look(self, result: StepResult) -> None:
@@ -103,6 +105,13 @@ class LateGauges:
         if idle or frame.step - self._step >= self._period:
             self._step = frame.step
             self.gauges = self._face.engine.gauges()
+            self._looked_at = self._face.clock.wall()
+
+    @property
+    def taken_at(self) -> float:
+        """Wall time of these totals; an idle engine publishes all the time."""
+        idle = not self.gauges.running and not self.gauges.waiting
+        return self._face.clock.wall() if idle else self._looked_at
 
 
 def _used_tokens(gauges: Gauges, config: EngineConfig) -> int:
@@ -145,6 +154,7 @@ def loads(face: Face, late: LateGauges) -> dict[str, Any]:
     used, total = _used_tokens(gauges, config), config.blocks * config.block_tokens
     load = {
         "dp_rank": 0,
+        "timestamp": late.taken_at,
         "num_running_reqs": gauges.running,
         "num_waiting_reqs": gauges.waiting + gauges.preempted,
         "num_used_tokens": used,
@@ -162,7 +172,8 @@ def loads(face: Face, late: LateGauges) -> dict[str, Any]:
             "slots_total": config.lora_slots,
             "utilization": held / config.lora_slots,
         }
-    return {"timestamp": face.clock.wall(), "version": face.style.version, "num_accelerators": 1, "loads": [load]}
+    moment = datetime.fromtimestamp(face.clock.wall(), UTC).isoformat()
+    return {"timestamp": moment, "version": face.style.version, "num_accelerators": 1, "loads": [load]}
 
 
 def llama_metrics(face: Face) -> bytes:

@@ -76,6 +76,8 @@ class Call(msgspec.Struct):
     sequences: int
     echo: str = ""
     choices: list[Choice] = []
+    #: What whoever sent it calls it: `X-Request-Id`, or `rid` where that is only in the body.
+    owner: str = ""
 
     def usage(self) -> Json:
         """Tokens of the whole call; prompts count once, whatever `n` is."""

@@ -324,22 +324,38 @@ def _trtllm(face: Face) -> Routes:
 
 
 def _deepinfer(face: Face) -> Routes:
+    """The engine ships no server: these are the routes of the face that its adapter package puts around it."""
+
     def abort(request: Request) -> Response:
-        """`LLMEngine.abort_request(ids)` returns how many sequences it took out; 0 means "try again" or "none"."""
-        answers = [
-            answer
-            for name in _ids(request.json().get("request_ids"), "request_ids")
-            for answer in face.driver.abort(name)
-        ]
-        return json_response({"aborted": sum(answer.count for answer in answers)})
+        """`aborted` is what `LLMEngine.abort_request` returns: sequences taken out; 0 is "try again" or "none"."""
+        name = BodyReader(request.json()).text("request_id")
+        if not name:
+            raise HttpProblem(400, "request_id must be a text")
+        return json_response({"aborted": sum(answer.count for answer in face.driver.abort(name)), "tokens": 0})
 
     def health(_: Request) -> Response:
         known = face.health()
         return json_response({"status": "ok" if known.status == 200 else known.reason}, known.status)
 
+    def gauges(_: Request) -> Response:
+        totals = face.engine.gauges()
+        return json_response(
+            {
+                "running": totals.running + totals.transferring,
+                "waiting": totals.waiting + totals.preempted + totals.paused,
+                "ending": 0,
+                "blocks_used": totals.blocks_held + totals.blocks_fenced,
+                "blocks_total": totals.blocks_total,
+                "block_tokens": face.engine.config.block_tokens,
+                "steps_total": totals.steps_total,
+                "generated_tokens_total": totals.generated_tokens_total,
+                "aborts_total": totals.aborts_total,
+                "preemptions_total": totals.preemptions_total,
+            }
+        )
+
     return {
         ("GET", "/health"): health,
-        ("GET", "/version"): lambda _: json_response({"engine": "deepinfer", "version": face.style.version}),
-        ("GET", "/metrics"): lambda _: json_response(face.engine.gauges()),
-        ("POST", "/abort_request"): abort,
+        ("GET", "/deepinfer/gauges"): gauges,
+        ("POST", "/abort"): abort,
     }

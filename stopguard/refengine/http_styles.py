@@ -2,7 +2,7 @@
 
 Sources: vLLM 0.32.0 (`entrypoints/openai`), SGLang 0.5.23 (`entrypoints/openai/serving_chat.py`,
 `http_server.py`), llama.cpp server build 10068 (`tools/server/README.md`), TensorRT-LLM
-(`tensorrt_llm/serve/openai_server.py`). DeepInfer 0.1.0 has no server: its face is the plainest one.
+(`tensorrt_llm/serve/openai_server.py`). DeepInfer 0.1.0 has no server: its face is ours.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ _UNCONFIRMED = RetryAdvice(False, "not confirmed stopped")
 def retry_advice(tracked: Tracked) -> RetryAdvice:
     """Whether the request may be sent again without running twice: only when it never ran, or surely stopped."""
     engine = tracked.machine.engine
+    if engine is Engine.WITHDRAWN and tracked.preemptions:
+        engine = Engine.SHELVED
     if engine is Engine.STOPPED:
         stop = tracked.ledgers.stop
         return RetryAdvice(True, f"confirmed stopped ({stop.evidence.label if stop else 'engine'})")

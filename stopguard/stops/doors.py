@@ -93,3 +93,9 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     probed: bool = False
     stream_end_is_ack: bool = False
     retry: RetryPolicy = RetryPolicy()
+
+    @property
+    def closes_first(self) -> bool:
+        """Whether the connection is the first door outside: then it can be closed while the probe is being told."""
+        outside = [door for door in self.doors[:2] if door.kind is not DoorKind.PROBE]
+        return bool(outside) and outside[0].kind is DoorKind.CLOSE

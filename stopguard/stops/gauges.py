@@ -8,6 +8,7 @@ from stopguard.ledger import EngineGauges, Evidence
 from stopguard.stops import movements
 from stopguard.stops.controller import NOTHING, STOPPING, Controller
 from stopguard.stops.effects import Effect, Observe
+from stopguard.stops.tracked import Tracked
 
 __all__ = ["engine_died", "observe_gauges"]
 
@@ -29,10 +30,10 @@ def observe_gauges(controller: Controller, engine: str, at: float, gauges: Engin
     told = []
     for tracked in stopping:
         stop = tracked.ledgers.stop
-        if stop is not None and stop.notified_at is not None and stop.notified_at < gauges.at:
+        if stop is not None and stop.notified_at is not None and stop.notified_at < _known_at(tracked, gauges):
             told.append(tracked)
     if not told:
-        return NOTHING
+        return (Observe(engine),) if stopping and gauges.holds_since is not None else NOTHING
     in_engine = gauges.running + gauges.waiting
     if in_engine > len(members) - len(stopping):
         for tracked in told:
@@ -50,6 +51,17 @@ def observe_gauges(controller: Controller, engine: str, at: float, gauges: Engin
     if unsure:
         effects.append(Observe(engine))
     return effects
+
+
+def _known_at(tracked: Tracked, gauges: EngineGauges) -> float:
+    """The moment of which the gauges speak, as far as this request goes.
+
+    Gauges that are behind contain whatever has had output. What has had none may have come after them, so that its
+    absence says nothing before they are known to be newer.
+    """
+    if gauges.holds_since is None or tracked.output_started:
+        return gauges.at
+    return gauges.holds_since
 
 
 def engine_died(controller: Controller, engine: str, at: float, reason: str) -> Sequence[Effect]:

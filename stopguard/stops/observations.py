@@ -25,17 +25,17 @@ from stopguard.stops.effects import Effect
 from stopguard.stops.machine import ENGINE_ENDED, Books, Engine
 from stopguard.stops.tracked import Tracked
 
-__all__ = ["observe_frame"]
+__all__ = ["PLACES", "SLOTS", "observe_frame"]
 
 _PROBE = Evidence.PROBE
-_PLACE: dict[str, Account] = {
+PLACES: dict[str, Account] = {
     "waiting": Account.QUEUE_WAITING,
     "running": Account.QUEUE_RUNNING,
     "preempted": Account.QUEUE_PREEMPTED,
     "paused": Account.QUEUE_PAUSED,
     "transferring": Account.QUEUE_TRANSFERRING,
 }
-_SLOT: dict[str, Account] = {
+SLOTS: dict[wire.SlotKind, Account] = {
     "lora": Account.KV_LORA,
     "encoder": Account.KV_ENCODER,
     "grammar": Account.KV_GRAMMAR,
@@ -55,6 +55,8 @@ def observe_frame(controller: Controller, engine: str, at: float, frame: wire.Fr
         if tracked is None:
             _nobody(controller, engine, at, event)
             continue
+        if not tracked.probed:
+            continue  # it left before its engine had a probe, and is judged from outside to its end
         touched[tracked.request_id] = tracked
         try:
             if tracked.ledgers.nearly_full:
@@ -146,7 +148,7 @@ def _moved(controller: Controller, tracked: Tracked, event: wire.Moved, at: floa
             if claims:
                 ledgers.leave(Account.KV_CLAIMED, Account.KV_CLAIMABLE, claims, at, _PROBE, "", event.at)
         return NOTHING
-    target = _PLACE[event.place]
+    target = PLACES[event.place]
     if target is not source:
         ledgers.leave(source, target, 1, at, _PROBE, "", event.at)
         places[event.request_id] = target
@@ -197,14 +199,14 @@ def _host_returned(controller: Controller, tracked: Tracked, event: wire.HostRet
 
 
 def _slot_taken(controller: Controller, tracked: Tracked, event: wire.SlotTaken, at: float) -> Sequence[Effect]:
-    tracked.ledgers.post(Account.KV_SLOT_POOL, _SLOT[event.kind], event.slots, at, _PROBE)
+    tracked.ledgers.post(Account.KV_SLOT_POOL, SLOTS[event.kind], event.slots, at, _PROBE)
     if tracked.settle_due is not None:
         movements.expect_release(tracked.ledgers, at, max(at, tracked.settle_due))
     return NOTHING
 
 
 def _slot_returned(controller: Controller, tracked: Tracked, event: wire.SlotReturned, at: float) -> Sequence[Effect]:
-    tracked.ledgers.leave(_SLOT[event.kind], Account.KV_SLOT_POOL, event.slots, at, _PROBE, "", event.at)
+    tracked.ledgers.leave(SLOTS[event.kind], Account.KV_SLOT_POOL, event.slots, at, _PROBE, "", event.at)
     return NOTHING
 
 

@@ -22,7 +22,7 @@ from stopguard.stops.machine import Engine, EngineEvent
 from stopguard.stops.patience import TimerKind
 from stopguard.stops.tracked import Tracked
 
-__all__ = ["preempt", "preempted", "resume", "resumed"]
+__all__ = ["preempt", "preempted", "resume", "resume_refused", "resumed"]
 
 
 def preempt(controller: Controller, tracked: Tracked, at: float, cause: StopCause) -> Sequence[Effect]:
@@ -78,6 +78,15 @@ def resume(controller: Controller, tracked: Tracked, at: float) -> Sequence[Effe
     tracked.machine.on_engine(EngineEvent.RESUME_SENT)
     tracked.ledgers.mark(at, "resume ordered")
     return (Resume(tracked),)
+
+
+def resume_refused(controller: Controller, tracked: Tracked, at: float) -> Sequence[Effect]:
+    """The engine did not take it back: it is parked as before. Harmless when it has moved on meanwhile."""
+    del controller  # the same signature as its siblings
+    if tracked.machine.engine is Engine.RESUMING:
+        tracked.machine.on_engine(EngineEvent.PREEMPTED)
+        tracked.ledgers.mark(at, "not resumed")
+    return NOTHING
 
 
 def resumed(controller: Controller, tracked: Tracked, at: float) -> Sequence[Effect]:

@@ -36,6 +36,7 @@ def serve_whole(controller: Controller, tracked: Tracked, at: float) -> Sequence
     machine = tracked.machine
     if (
         tracked.probed
+        or tracked.parts_over is not None
         or tracked.cause is not None
         or ledgers.obligations
         or not ledgers.balances[_RUNNING]

@@ -23,7 +23,7 @@ def test_the_page_is_current() -> None:
 def test_the_page_has_every_setting() -> None:
     text = page()
     for one in settings():
-        assert f"`{one.path[-1]}`" in text or one.path[-1] in {"engines", "tenants"}, one.key
+        assert f"`{one.path[-1]}`" in text or one.path[-1] in {"engines", "tenants", "classes"}, one.key
         for name in (one.variables[0] if len(one.variables) > 1 else "", one.flag):
             assert name in text, one.key
 

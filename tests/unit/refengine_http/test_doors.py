@@ -200,10 +200,11 @@ async def test_deepinfer_says_how_many_it_took_out() -> None:
     async with server("deepinfer") as virtual:
         exchange = await virtual.open("POST", CHAT, chat(300), headers={"X-Request-Id": "d1"})
         await first_token(virtual, exchange)
-        assert (await virtual.fetch("POST", "/abort_request", {"request_ids": ["d1", "no"]})).json() == {"aborted": 1}
+        assert (await virtual.fetch("POST", "/abort", {"request_id": "no"})).json()["aborted"] == 0
+        assert (await virtual.fetch("POST", "/abort", {"request_id": "d1"})).json()["aborted"] == 1
         await virtual.run_until(lambda: exchange.ended)
         assert exchange.json()["choices"][0]["finish_reason"] == "abort"
-        assert (await virtual.fetch("POST", "/abort_request", {"request_ids": [""]})).status == 400
+        assert (await virtual.fetch("POST", "/abort", {"request_id": ""})).status == 400
         await assert_settled(virtual)
 
 
@@ -214,7 +215,7 @@ async def test_each_style_is_recognised_by_its_routes(policy: str) -> None:
         "sglang": {"/metrics", "/v1/loads", "/get_server_info", "/model_info"},
         "llamacpp": {"/slots", "/props", "/metrics"},
         "trtllm": {"/version", "/metrics"},
-        "deepinfer": {"/version", "/metrics"},
+        "deepinfer": {"/deepinfer/gauges"},
     }
     every = set().union(*present.values())
     async with server(policy) as virtual:

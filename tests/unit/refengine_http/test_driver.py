@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-from collections.abc import Iterator
-from pathlib import Path
 
-import msgspec
 import pytest
 
-from stopguard.errors import ConfigurationError, LimitReached
+from stopguard.errors import LimitReached
 from stopguard.probe import wire
 from stopguard.refengine.engine import ReferenceEngine
-from stopguard.refengine.frame_sender import FrameSender, parse_address
 from stopguard.refengine.http_driver import Driver, Inbox, RealClock, VirtualClock
 from stopguard.refengine.interface import EngineConfig, RequestSpec, SamplingParameters, StepResult
 from tests.unit.refengine_http.helpers import CHAT, chat, server
@@ -116,82 +110,3 @@ async def test_waiting_for_what_never_comes_ends_with_an_error() -> None:
 
 
 # The sender -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "address", ["tcp://127.0.0.1", "tcp://:1", "tcp://a:0", "tcp://a:99999", "relative", "http://a:1"]
-)
-def test_addresses_that_cannot_work(address: str) -> None:
-    with pytest.raises(ConfigurationError, match="probe address"):
-        parse_address(address)
-
-
-def test_addresses() -> None:
-    assert parse_address("tcp://127.0.0.1:9") == ("127.0.0.1", 9)
-    assert parse_address("tcp://[::1]:9") == ("::1", 9)
-    assert parse_address("/run/x.sock") == parse_address("unix:/run/x.sock") == "/run/x.sock"
-
-
-def _messages(connection: socket.socket) -> Iterator[bytes]:
-    stream = connection.makefile("rb")
-    with stream:
-        while head := stream.read(4):
-            yield stream.read(int.from_bytes(head))
-
-
-def _frame(sequence: int) -> wire.Frame:
-    return wire.Frame(sequence, sequence, 0.5 * sequence, [wire.Moved("r", 1.0, "gone")], 0, 0, 8, 0)
-
-
-@pytest.mark.parametrize("family", ["tcp", "unix"])
-def test_hello_then_frames(family: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "probe.sock")
-    listener = socket.socket(socket.AF_INET if family == "tcp" else socket.AF_UNIX)
-    with listener:
-        listener.bind(("127.0.0.1", 0) if family == "tcp" else path)
-        listener.listen()
-        listener.settimeout(10)
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}" if family == "tcp" else path
-        sender = FrameSender(address, "vllm")
-        sender.start()
-        for number in range(1, 201):
-            sender.send(_frame(number))
-        connection, _ = listener.accept()
-        with connection:
-            closer = threading.Thread(target=sender.close)
-            closer.start()
-            first, *rest = _messages(connection)
-            closer.join()
-    hello = msgspec.msgpack.decode(first)
-    assert hello["schema_version"] == wire.SCHEMA_VERSION
-    assert hello["engine"] == "vllm"
-    assert [wire.decode_frame(data) for data in rest] == [_frame(number) for number in range(1, 201)]
-    assert (sender.frames_sent, sender.frames_dropped) == (200, 0)
-
-
-def test_a_full_queue_drops_the_oldest_and_counts() -> None:
-    sender = FrameSender("/nowhere/at.all", "vllm", frames_max=4)
-    sender.start()
-    for number in range(10):
-        sender.send(_frame(number))
-    assert sender.frames_dropped == 6
-    sender.close()
-    assert sender.frames_dropped == 10
-    assert sender._thread is not None
-    assert not sender._thread.is_alive()
-
-
-def test_a_collector_that_does_not_read_holds_nobody_up() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        sender = FrameSender(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "vllm")
-        sender.start()
-        big = wire.Frame(1, 1, 1.0, [wire.Moved("r" * 50_000, 1.0, "gone")], 0, 0, 8, 0)
-        for _ in range(300):
-            sender.send(big)
-        sender.close(timeout=0.05)
-        assert sender._thread is not None
-        sender._thread.join(5.0)
-        assert not sender._thread.is_alive()
-        assert sender.frames_dropped > 0

@@ -101,9 +101,9 @@ async def test_trtllm_records_are_drained_on_read() -> None:
 async def test_deepinfer_shows_plain_totals() -> None:
     async with server("deepinfer") as virtual:
         await virtual.fetch("POST", CHAT, chat(20))
-        totals = (await virtual.fetch("GET", "/metrics")).json()
-        assert totals["running"] == totals["blocks_held"] == 0
-        assert totals["finished_total"] == {"length": 1}
+        totals = (await virtual.fetch("GET", "/deepinfer/gauges")).json()
+        assert totals["running"] == totals["waiting"] == totals["blocks_used"] == 0
+        assert (totals["generated_tokens_total"], totals["blocks_total"]) == (20, 64)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -116,3 +116,30 @@ def test_a_dead_engine_takes_its_overdue_requests_along() -> None:
     assert scene.said(engine_died(scene.controller, "probed", scene.at, "process died")) == ["settled r1"]
     assert scene.book.statistics().closed_late == 1
     assert scene.empty()
+
+
+def test_gauges_that_are_behind_prove_nothing_of_a_request_that_had_no_output() -> None:
+    """It may have come after them: then its absence is no end."""
+    scene = Scene()
+    tracked = scene.running(GAUGED)
+    tracked.output_started = False
+    scene.leave(tracked)
+    left_at = scene.at
+    scene.at += 1.0
+
+    def behind(holds_since: float) -> list[str]:
+        gauges = EngineGauges(at=scene.at, running=0, waiting=0, holds_since=holds_since)
+        return scene.said(observe_gauges(scene.controller, "gauged", scene.at, gauges))
+
+    assert behind(left_at - 0.5) == ["observe gauged"]  # read again: there will be newer ones
+    assert behind(left_at + 0.5) == ["settled r1"]
+
+
+def test_gauges_that_are_behind_contain_whoever_has_had_output() -> None:
+    scene = Scene()
+    tracked = scene.running(GAUGED)
+    tracked.output_started = True
+    scene.leave(tracked)
+    scene.at += 1.0
+    gauges = EngineGauges(at=scene.at, running=0, waiting=0, holds_since=0.0)
+    assert scene.said(observe_gauges(scene.controller, "gauged", scene.at, gauges)) == ["settled r1"]

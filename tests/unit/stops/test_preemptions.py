@@ -156,3 +156,31 @@ def test_one_that_was_preempted_too_often_is_left_to_run() -> None:
     assert repr(tracked.machine) == "<Machine client=LISTENING engine=DISPATCHED books=OPEN>"
     assert scene.leave(tracked) == ["stop began r1", "knock 1 at call for r1"]
     assert scene.said(scene.controller.stream_ended_by_engine(tracked, scene.at)) == ["settled r1"]
+
+
+def test_a_resumption_that_the_engine_refuses_leaves_it_parked() -> None:
+    scene = Scene()
+    tracked = scene.running(PROBED)
+    order(scene, tracked)
+    scene.frame(*taken_off())
+    preemptions.resume(scene.controller, tracked, scene.at)
+    assert scene.said(preemptions.resume_refused(scene.controller, tracked, scene.at)) == []
+    assert repr(tracked.machine) == "<Machine client=LISTENING engine=PARKED books=OPEN>"
+    # It counts as no further preemption, and it may be ordered again.
+    assert tracked.preemptions == 1
+    assert scene.said(preemptions.resume(scene.controller, tracked, scene.at)) == ["resume r1"]
+    scene.frame(*back())
+    before = repr(tracked.machine)
+    preemptions.resume_refused(scene.controller, tracked, scene.at)
+    assert repr(tracked.machine) == before == "<Machine client=LISTENING engine=DISPATCHED books=OPEN>"
+
+
+def test_who_is_withdrawn_after_a_preemption_is_told_so() -> None:
+    scene = Scene()
+    tracked = scene.running(STREAM)
+    order(scene, tracked)
+    shelved(scene, tracked)
+    assert scene.stop(tracked) == [
+        "stop began r1",
+        "tell r1 api: safe; reason=stopped for a preemption",
+    ]
