@@ -20,6 +20,7 @@ from stopguard.admin.models import (
     LeakLine,
     LedgerName,
     LedgerState,
+    ProbeLine,
     RecoveredLine,
     RequestDetail,
     RequestLine,
@@ -32,6 +33,7 @@ from stopguard.admin.models import (
     Verdict,
 )
 from stopguard.admin.view import EngineFacts, View
+from stopguard.gateway.probing import ProbeFacts
 from stopguard.ledger import (
     Account,
     Difference,
@@ -225,6 +227,8 @@ def engine_line(
     return EngineLine(
         name=facts.name,
         base_url=facts.base_url,
+        kind=facts.kind,
+        version=facts.version,
         healthy=facts.healthy,
         models=list(facts.models),
         in_engine=facts.in_engine,
@@ -238,8 +242,33 @@ def engine_line(
         doors=list(facts.doors),
         best_evidence=facts.best_evidence,
         probed=facts.probed,
+        gauge_unit=facts.gauge_unit,
         compared_seconds_ago=None if comparison is None else _seconds(now - comparison.at),
         differences=_differences(comparison, lasting),
+        probes=[_probe_line(probe, now) for probe in facts.probes],
+    )
+
+
+def _probe_line(probe: ProbeFacts, now: float) -> ProbeLine:
+    return ProbeLine(
+        kind=probe.kind,
+        version=probe.version,
+        role=probe.role,
+        rank=probe.rank,
+        host=probe.host,
+        process=probe.process,
+        connected_seconds=_seconds(now - probe.connected_at),
+        frames=probe.frames,
+        gaps=probe.gaps,
+        frames_missed=probe.frames_missed,
+        frames_dropped=probe.frames_dropped,
+        in_gap=probe.in_gap,
+        lag_seconds=probe.lag_seconds,
+        clock_offset_seconds=probe.clock_offset_seconds,
+        clock_error_seconds=probe.clock_error_seconds,
+        commands=list(probe.commands),
+        hooks_attached=list(probe.hooks_attached),
+        hooks_missing=list(probe.hooks_missing),
     )
 
 

@@ -27,6 +27,7 @@ from stopguard.ledger import (
     Reconciliation,
     RequestLedgers,
     reconcile,
+    reconcile_inside,
 )
 from stopguard.ledger.journal import Journal, JournalStatistics
 from stopguard.ledger.journal_reader import JournalReader, StoredRequest
@@ -40,7 +41,16 @@ logger = logging.getLogger("stopguard.admin")
 _STOPS_A_TURN = 32
 """A stop costs the relay some tens of microseconds; between so many it serves everybody else."""
 
-_RECONCILE_SECONDS = 5.0
+_RECONCILE_INSIDE_SECONDS = 1.0
+_GAUGES_EACH = 5
+"""The engines' own gauges are read each so many turns."""
+
+_NAMES_SECONDS = 3.0
+_KV = slice(Account.KV_HELD, Account.KV_SPECULATIVE + 1)
+
+
+def _has_kv(ledgers: RequestLedgers) -> bool:
+    return ledgers.blocks_held > 0 or any(ledgers.balances[_KV])
 
 
 class LiveView:
@@ -147,11 +157,13 @@ class LiveView:
         return list(self._engine_facts())
 
     def _engine_facts(self) -> Iterator[EngineFacts]:
+        probes = [] if self._gateway.probing is None else self._gateway.probing.facts()
         for member in self._gateway.fleet.members:
             numbers, profile = member.statistics(), member.profile
             inside = list(self._controller.in_engine.get(profile.name, {}).values())
             states = [tracked.machine.engine for tracked in inside]
             gauges = self._gauges.get(numbers.name)
+            identity = member.identity
             yield EngineFacts(
                 name=numbers.name,
                 base_url=numbers.base_url,
@@ -169,8 +181,11 @@ class LiveView:
                 best_evidence=profile.best_evidence.label,
                 probed=profile.probed,
                 kind=self._kinds.get(numbers.name, ""),
+                version=identity.version if identity is not None else "",
+                gauge_unit=member.engine.capabilities.gauge_unit.value,
                 blocks_used=None if gauges is None else gauges.blocks_used,
                 blocks_total=None if gauges is None else gauges.blocks_total,
+                probes=tuple(probe for probe in probes if probe.engine == numbers.name),
             )
 
     def statistics(self) -> BookStatistics:
@@ -241,15 +256,45 @@ class LiveView:
     # ---- comparing with the engines' gauges ----------------------------------------------------------
 
     async def background(self) -> None:
-        """Compare the books with every engine that has gauges, now and then, on the admin loop."""
+        """Compare the books with every engine, on the admin loop: each second with what its probes say, else with
+        its gauges now and then.
+        """
+        turns = 0
         while True:
-            await asyncio.sleep(_RECONCILE_SECONDS)
+            await asyncio.sleep(_RECONCILE_INSIDE_SECONDS)
+            turns += 1
             for member in self._gateway.fleet.members:
-                if member.engine.gauge_seconds > 0 and member.healthy:
+                if self.reconcile_inside(member.engine.name) is not None:
+                    continue
+                if turns % _GAUGES_EACH == 0 and member.engine.gauge_seconds > 0 and member.healthy:
                     try:
                         await self.reconcile_with(member.engine.name)
                     except EngineUnreachable as error:
                         logger.info("engine %s: its gauges cannot be read: %s", member.engine.name, error)
+
+    def reconcile_inside(self, name: str) -> Reconciliation | None:
+        """One comparison with the totals of the engine's probes; `None` where there are none to compare with.
+
+        A difference makes the engine list its requests, so that it has names the next time.
+        """
+        probing, at = self._gateway.probing, monotonic()
+        gauges = None if probing is None else probing.gauges(name, at)
+        if probing is None or gauges is None:
+            return None
+        inside = [tracked for tracked in self.open_requests() if tracked.ledgers.engine == name]
+        if not all(tracked.probed for tracked in self._controller.in_engine.get(name, {}).copy().values()):
+            return None  # some came before the probe: its totals have them, its events had not
+        self._gauges[name] = gauges
+        named = probing.named(name, at - _NAMES_SECONDS)
+        orphans, phantoms = ((), ()) if named is None else (named.orphan_ids, named.phantom_ids)
+        known = [tracked.ledgers for tracked in inside if tracked.part_places or _has_kv(tracked.ledgers)]
+        comparison = reconcile_inside(known, gauges, orphans, phantoms)
+        self._newest[name] = comparison
+        reconciler = self._reconcilers.setdefault(name, Reconciler())
+        reconciler.add(comparison)
+        if not comparison.agrees and reconciler.persistent():
+            self._relay.call_soon_threadsafe(probing.want_names, name)
+        return comparison
 
     async def reconcile_with(self, name: str) -> Reconciliation | None:
         """One comparison: the gauges are read on the relay's loop, the books are walked over here."""

@@ -283,11 +283,36 @@ class DifferenceLine(Answer):
     persistent: bool = Field(description="It was there in every one of the last comparisons.")
 
 
+class ProbeLine(Answer):
+    """One probe inside an engine."""
+
+    kind: str
+    version: str
+    role: str
+    rank: int
+    host: str
+    process: int
+    connected_seconds: float
+    frames: int
+    gaps: int = Field(description="Holes in the numbers of its frames.")
+    frames_missed: int
+    frames_dropped: int = Field(description="What it says it could not send.")
+    in_gap: bool = Field(description="Something was missed, and its snapshot has not come yet.")
+    lag_seconds: float | None = Field(description="How old its newest frame was when it came.")
+    clock_offset_seconds: float | None = Field(description="How far its clock is ahead of ours.")
+    clock_error_seconds: float | None
+    commands: list[str] = Field(description="What it can be told to do.")
+    hooks_attached: list[str]
+    hooks_missing: list[str]
+
+
 class EngineLine(Answer):
     """One engine."""
 
     name: str
     base_url: str
+    kind: str = Field(description="The adapter that speaks to it.")
+    version: str = Field(description="What it says its version is; empty where it does not, or has not answered yet.")
     healthy: bool
     models: list[str]
     in_engine: int = Field(description="Requests in it, by the books.")
@@ -301,8 +326,10 @@ class EngineLine(Answer):
     doors: list[str] = Field(description="The ways to stop a request there, in the order of trying.")
     best_evidence: str = Field(description="The highest grade of evidence that can be had from it.")
     probed: bool
+    gauge_unit: str = Field(description="What its gauges count: `blocks`, `tokens`, or `none`.")
     compared_seconds_ago: float | None
     differences: list[DifferenceLine]
+    probes: list[ProbeLine] = Field(description="The probes inside it that are connected.")
 
 
 class EnginePage(Answer):

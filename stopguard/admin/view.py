@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from stopguard.gateway.probing import ProbeFacts
 from stopguard.ledger import BookStatistics, Difference, Leak, Reconciliation, RequestLedgers
 from stopguard.ledger.accounts import Account
 from stopguard.ledger.journal import JournalStatistics
@@ -53,8 +54,11 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     best_evidence: str
     probed: bool
     kind: str = ""
+    version: str = ""
+    gauge_unit: str = "none"
     blocks_used: int | None = None
     blocks_total: int | None = None
+    probes: tuple[ProbeFacts, ...] = ()
 
 
 class StopWanted(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,8 +28,8 @@ __all__ = ["COMMANDS", "LazyGroup", "main"]
 
 COMMANDS: Mapping[str, str] = {
     "serve": "Run the gateway in front of your engines.",
-    "watch": "Follow stops as they happen, one line a transition.",
-    "run": "Run a command with a gateway of its own in front of an engine.",
+    "watch": "Keep the books of engines whose traffic does not pass the gateway.",
+    "run": "Start an engine with all that StopGuard needs in it.",
     "audit": "Prove or refute that an engine's stops work.",
     "top": "Watch engines and stops in progress, live.",
     "explain": "Print one request's timeline over the five ledgers.",

@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 import msgspec
 from pydantic import SecretStr
 
-from stopguard.config import Address, Configuration, EngineEntry, ServerTls, UpstreamTls, read_secret
+from stopguard.config import Address, Configuration, EngineEntry, ServerTls, Tenant, UpstreamTls, read_secret
 from stopguard.engines.protocol import Engine
-from stopguard.engines.registry import create
+from stopguard.engines.registry import AUTO, BUILT_IN, create
 from stopguard.errors import ConfigurationError
+from stopguard.gateway.probing import ProbeSettings
 from stopguard.gateway.settings import (
     EngineSettings,
     GatewaySettings,
@@ -29,21 +30,27 @@ from stopguard.gateway.settings import (
     Listener,
     Liveness,
     Policies,
+    ResumeSettings,
     Timeouts,
 )
 from stopguard.ledger import BookLimits
 from stopguard.ledger.journal import Journal, JournalLimits
-from stopguard.stops import ClientPolicy, RetryPolicy, StopConfig
+from stopguard.preemption import ClassSettings, Mode, PreemptionSettings, TenantStanding
+from stopguard.probe.sender import parse_address as parse_probe_address
+from stopguard.stops import RetryPolicy, StopConfig
 
 __all__ = [
     "admin_token",
     "book_limits",
     "cautions",
     "client_context",
+    "engine_key",
     "engines",
     "gateway_settings",
     "journal_folder",
     "open_journal",
+    "preemption_settings",
+    "probe_settings",
     "server_context",
     "stop_config",
 ]
@@ -69,27 +76,60 @@ def gateway_settings(configuration: Configuration, environment: Mapping[str, str
         ),
         policies=policies(configuration, environment),
         idempotency=Idempotency(configuration.idempotency),
+        preemption=preemption_settings(configuration, environment),
+        resume=ResumeSettings(**configuration.resume.model_dump()),
         allow_engine_control=configuration.allow_engine_control,
     )
 
 
 def policies(configuration: Configuration, environment: Mapping[str, str]) -> Policies:
     """Who may leave work behind. Keys are kept as digests only."""
-    by_key: dict[str, ClientPolicy] = {}
+    by_key = {
+        digest: tenant.policy
+        for digest, (_, tenant) in _tenants_by_key(configuration, environment).items()
+        if tenant.policy is not None
+    }
+    return Policies(default=configuration.policies.default, by_route=dict(configuration.policies.routes), by_key=by_key)
+
+
+def preemption_settings(configuration: Configuration, environment: Mapping[str, str]) -> PreemptionSettings:
+    """Who goes first and who makes room."""
+    wanted = configuration.preemption
+    plain = wanted.model_dump(exclude={"classes", "mode"})
+    standings = {
+        digest: TenantStanding(ceiling=tenant.ceiling, usual_class=tenant.usual_class, weight=tenant.weight)
+        for digest, (_, tenant) in _tenants_by_key(configuration, environment).items()
+    }
+    usual = TenantStanding()
+    return PreemptionSettings(
+        **plain,
+        mode=Mode(wanted.mode),
+        classes={name: ClassSettings(**each.model_dump()) for name, each in wanted.classes.items()},
+        tenants={digest: standing for digest, standing in standings.items() if standing != usual},
+    )
+
+
+def _tenants_by_key(configuration: Configuration, environment: Mapping[str, str]) -> dict[str, tuple[str, Tenant]]:
+    """The tenant of each key, by the key's digest."""
+    found: dict[str, tuple[str, Tenant]] = {}
     for name, tenant in configuration.policies.tenants.items():
-        for digest in tenant.key_sha256:
-            _add_key(by_key, digest, tenant.policy, name)
+        digests = list(tenant.key_sha256)
         for variable, file in ((tenant.key_env, None), (None, tenant.key_file)):
             what = f"policies.tenants.{name}"
             key = read_secret(what, value=None, variable=variable, file=file, environment=environment)
             if key is not None:
-                _add_key(by_key, hashlib.sha256(key.encode()).hexdigest(), tenant.policy, name)
-    return Policies(default=configuration.policies.default, by_route=dict(configuration.policies.routes), by_key=by_key)
+                digests.append(hashlib.sha256(key.encode()).hexdigest())
+        for digest in digests:
+            other = found.setdefault(digest, (name, tenant))
+            if other[1].policy != tenant.policy:
+                raise ConfigurationError(f"policies.tenants.{name}: one of its keys has another policy already")
+            if _standing(other[1]) != _standing(tenant):
+                raise ConfigurationError(f"policies.tenants.{name}: one of its keys is {other[0]}'s, of another class")
+    return found
 
 
-def _add_key(by_key: dict[str, ClientPolicy], digest: str, policy: ClientPolicy, name: str) -> None:
-    if by_key.setdefault(digest, policy) != policy:
-        raise ConfigurationError(f"policies.tenants.{name}: one of its keys has another policy already")
+def _standing(tenant: Tenant) -> tuple[str, str, float]:
+    return tenant.usual_class, tenant.ceiling, tenant.weight
 
 
 def engines(configuration: Configuration, environment: Mapping[str, str]) -> list[tuple[Engine, EngineSettings]]:
@@ -97,16 +137,12 @@ def engines(configuration: Configuration, environment: Mapping[str, str]) -> lis
     shared = configuration.connections.model_dump()
     result = []
     for name, entry in configuration.engines.items():
-        key = read_secret(
-            f"engines.{name}.api_key",
-            value=_reveal(entry.api_key),
-            variable=entry.api_key_env,
-            file=entry.api_key_file,
-            environment=environment,
-        )
+        key = engine_key(name, entry, environment)
         tls = client_context(f"engines.{name}.tls", entry)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        engine = create(entry.kind, name, entry.url, headers=dict(headers), tls=tls)
+        # One that is yet to be asked what it is (`--check`): whatever it is, it is at least this.
+        kind = BUILT_IN if entry.kind == AUTO else entry.kind
+        engine = create(kind, name, entry.url, headers=dict(headers), tls=tls)
         _tune_aborts(engine, configuration)
         own = {
             field: value
@@ -115,6 +151,17 @@ def engines(configuration: Configuration, environment: Mapping[str, str]) -> lis
         }
         result.append((engine, EngineSettings(**{**shared, **own}, tls=tls, extra_headers=tuple(headers.items()))))
     return result
+
+
+def engine_key(name: str, entry: EngineEntry, environment: Mapping[str, str]) -> str | None:
+    """The key that is sent to an engine in the place of the client's; `None` where there is none."""
+    return read_secret(
+        f"engines.{name}.api_key",
+        value=_reveal(entry.api_key),
+        variable=entry.api_key_env,
+        file=entry.api_key_file,
+        environment=environment,
+    )
 
 
 def _tune_aborts(engine: Engine, configuration: Configuration) -> None:
@@ -158,6 +205,19 @@ def admin_token(configuration: Configuration) -> str | None:
             f"admin.token: it is shorter than {TOKEN_LENGTH_MIN} characters: try `openssl rand -hex 32`"
         )
     return token
+
+
+def probe_settings(configuration: Configuration) -> ProbeSettings | None:
+    """Where probes report; `None` when nobody listens for them."""
+    probe = configuration.probe
+    if not probe.listen:
+        return None
+    token = read_secret("probe.token", value=_reveal(probe.token), variable=None, file=probe.token_file, environment={})
+    if token is None or len(token) < TOKEN_LENGTH_MIN:
+        raise ConfigurationError(
+            f"probe.token: it is shorter than {TOKEN_LENGTH_MIN} characters: try `openssl rand -hex 32`"
+        )
+    return ProbeSettings(listen=probe.listen, token=token, gone_seconds=probe.gone_seconds)
 
 
 def server_context(what: str, tls: ServerTls | None) -> ssl.SSLContext | None:
@@ -257,6 +317,15 @@ def cautions(configuration: Configuration) -> list[str]:
     admin = configuration.admin
     if admin.listen is not None and not admin.listen.is_loopback and admin.tls is None:
         lines.append(f"admin: the token travels unencrypted on {admin.listen} (set admin.tls, or use loopback)")
+    wanted = configuration.preemption
+    preempting = {name for name, each in wanted.classes.items() if each.preempts}
+    ceilings = {wanted.ceiling, *(tenant.ceiling for tenant in configuration.policies.tenants.values())}
+    if wanted.mode == "preempt" and not preempting & ceilings:
+        lines.append("preemption: nobody may ask for a class that preempts (set policies.tenants.NAME.ceiling)")
+    for address in configuration.probe.listen:
+        parsed = parse_probe_address(address)
+        if isinstance(parsed, tuple) and not Address(*parsed).is_loopback:
+            lines.append(f"probe: what probes and the collector say travels unencrypted on {address}")
     if configuration.allow_engine_control:
         lines.append("allow_engine_control: any client may abort everything at an engine that has such a route")
     return lines

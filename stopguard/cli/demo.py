@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,17 +22,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from stopguard.cli.demo_engine import EngineDemo
     from stopguard.cli.demo_rig import DemoRig
     from stopguard.ledger import Book, RequestRecord
     from stopguard.ledger.journal import Journal
     from stopguard.testing import Storm, StormReport
 
-__all__ = ["command"]
+__all__ = ["command", "print_leaks", "print_steps", "print_timeline", "table"]
 
 SCHEMA_VERSION = 1
 DEFAULT_FAULT = "blocks-leaked-on-abort"
 _REDRAW_EVERY = 200
 _PLAIN_WIDTH = 120
+_WORDS = ("outcome", "evidence")
+_REQUESTS_REAL = 80
+"""A real model on a CPU computes each of its tokens."""
 
 
 @click.command()
@@ -41,6 +46,7 @@ _PLAIN_WIDTH = 120
 @click.option("--fault", default=DEFAULT_FAULT, show_default=True, help="What is broken in the second storm.")
 @click.option("--journal", type=click.Path(path_type=Path, dir_okay=False), help="Keep the books here, for `explain`.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--engine", metavar="KIND", help="A real engine, installed and started here: vllm, sglang, llamacpp, …")
 @click.option("--virtual", is_flag=True, help="In virtual time and without sockets: the storm replays exactly.")
 @click.option("--trace", is_flag=True, help="With --virtual: print one line a transition instead of a progress bar.")
 @click.pass_context
@@ -52,12 +58,16 @@ def command(
     fault: str,
     journal: Path | None,
     form: str,
+    engine: str | None,
     virtual: bool,
     trace: bool,
 ) -> None:
     """Run a storm of stops on a healthy engine, then on a broken one, and show both books.
 
     Ends with 0 when the healthy storm settled whole and the fault of the second one was found, else with 1.
+
+    With --engine a real engine is in the place of the built-in one: it is installed the first time, which takes
+    minutes, and run on the CPU with a small random model. There is one storm then, and 0 means that it settled whole.
     """
     from rich.console import Console
 
@@ -66,6 +76,13 @@ def command(
         console = Console(stderr=form == "json", highlight=False, width=_PLAIN_WIDTH)
     if trace and not virtual:
         raise click.UsageError("--trace goes with --virtual: only virtual time has one order of things")
+    if engine is not None:
+        others = ("policy", "fault", "virtual", "trace")
+        if any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in others):
+            raise click.UsageError("--engine goes with none of --policy, --fault, --virtual and --trace")
+        if ctx.get_parameter_source("requests") is not ParameterSource.COMMANDLINE:
+            requests = _REQUESTS_REAL
+        ctx.exit(_run_real(console, engine, seed, requests, journal, form))
     run = partial(_run_virtual, trace=trace) if virtual else _run_live
     healthy = run(console, seed, requests, policy, (), journal)
     if form == "text":
@@ -86,6 +103,39 @@ def command(
         }
         click.echo(json.dumps(document, indent=2))
     ctx.exit(0 if healthy.clean and not broken.clean else 1)
+
+
+def _run_real(console: Console, kind: str, seed: int, requests: int, journal: Path | None, form: str) -> int:
+    """Run the storm against a real engine; returns the exit code."""
+    try:
+        from stopguard.cli.demo_engine import engine_document, print_engine_report, real_plan, run_engine_demo
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("stopguard"):
+            raise
+        raise click.ClickException(f"--engine needs the package {error.name}: pip install {error.name}") from None
+    kept = _open_journal(journal, monotonic)
+    try:
+        with _Display(console, requests) as display:
+
+            def show(demo: EngineDemo) -> None:
+                if demo.gateway is not None:
+                    display.show(monotonic() - demo.started_at, demo.settled, demo.gateway.book)
+
+            demo = run_engine_demo(
+                kind,
+                real_plan(seed, requests),
+                say=lambda line: console.print(line, style="dim", markup=False, soft_wrap=True),
+                show=show,
+                on_closed=kept.settled if kept is not None else None,
+            )
+    finally:
+        if kept is not None:
+            kept.close(timeout_seconds=10.0)
+    if form == "json":
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **engine_document(demo)}, indent=2))
+    else:
+        print_engine_report(console, demo)
+    return 0 if demo.clean else 1
 
 
 def _run_live(
@@ -216,50 +266,57 @@ def _print_report(console: Console, report: StormReport, title: str) -> None:
         f"{report.steps} steps, {report.preemptions} preemptions (seed {report.seed})\n"
     )
     console.print(_endings_table(report))
-    if report.step_times:
-        console.print(_steps_table(report))
+    print_steps(console, report)
     tokens = report.tokens
     console.print(
         f"Tokens: {tokens['delivered']} delivered, [bold]{report.tokens_wasted}[/] wasted "
         f"({tokens['discarded']} discarded, {tokens['stale']} stale), {report.tokens_recomputed} recomputed"
     )
-    _print_leaks(console, report)
+    print_leaks(console, report, _engine_says(report), clean=report.clean)
     example = report.example if not report.leaks else None
     if example is not None:
         console.print("\nOne stop, over its five ledgers:")
-        _print_timeline(console, example)
+        print_timeline(console, example)
 
 
 def _endings_table(report: StormReport) -> Table:
-    table = _table("stops by semantics", "outcome", "requests")
+    rows = table("stops by semantics", "outcome", "requests")
     for (semantics, outcome), number in sorted(report.endings.items()):
         good = outcome in ("confirmed", "raced_finish")
-        table.add_row(semantics, outcome if good else f"[red]{outcome}[/]", str(number))
-    return table
+        rows.add_row(semantics, outcome if good else f"[red]{outcome}[/]", str(number))
+    return rows
 
 
-def _steps_table(report: StormReport) -> Table:
-    table = _table("step (ms after the stop was observed)", "stops", "p50", "p99")
+def print_steps(console: Console, report: StormReport) -> None:
+    """How long each step of the stops took."""
+    if not report.step_times:
+        return
+    rows = table("step (ms after the stop was observed)", "stops", "p50", "p99")
     for name, times in report.step_times.items():
-        table.add_row(name, str(times.count), f"{times.p50_ms:.1f}", f"{times.p99_ms:.1f}")
-    return table
+        rows.add_row(name, str(times.count), f"{times.p50_ms:.1f}", f"{times.p99_ms:.1f}")
+    console.print(rows)
 
 
-def _table(*columns: str) -> Table:
+def table(*columns: str) -> Table:
+    """An empty table in the demo's look; the first column is of words, the others of numbers, unless named below."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number and column != "outcome" else "left")
-    return table
+        made.add_column(column, justify="right" if number and column not in _WORDS else "left")
+    return made
 
 
-def _print_leaks(console: Console, report: StormReport, limit: int = 5) -> None:
-    engine = "holds nothing" if report.engine_settled else "[red]still holds something[/]"
+def _engine_says(report: StormReport) -> str:
     if report.snapshot is None:
-        engine = "[red]is dead[/]"
-    if report.clean:
+        return "[red]is dead[/]"
+    return "holds nothing" if report.engine_settled else "[red]still holds something[/]"
+
+
+def print_leaks(console: Console, report: StormReport, engine: str, *, clean: bool, limit: int = 5) -> None:
+    """What was left behind, and what else went wrong; `engine` is what the engine itself says."""
+    if clean:
         console.print(f"Leaks: [bold green]none[/]. The book is settled; the engine {engine}.")
         return
     console.print(f"Leaks: [bold red]{len(report.leaks)}[/]. The engine {engine}.")
@@ -286,24 +343,25 @@ def _print_finding(console: Console, report: StormReport, fault: str) -> None:
     console.print(f"Found: [bold]{fault}[/]" + (f" (leaks by ledger: {ledgers})" if ledgers else ""))
     if report.leaky_example is not None:
         console.print("One of its requests:")
-        _print_timeline(console, report.leaky_example)
+        print_timeline(console, report.leaky_example)
 
 
-def _print_timeline(console: Console, record: RequestRecord) -> None:
+def print_timeline(console: Console, record: RequestRecord) -> None:
+    """One request, row by row."""
     from stopguard.ledger.timeline import duration, timeline, verdict
 
-    table = _table("after", "ledger", "what", "amount", "evidence")
-    table.columns[1].justify = table.columns[2].justify = table.columns[4].justify = "left"
+    rows = table("after", "ledger", "what", "amount", "evidence")
+    rows.columns[1].justify = rows.columns[2].justify = "left"
     for row in timeline(record):
         amount = f"{row.amount} {row.unit}" if row.amount is not None else ""
-        table.add_row(
+        rows.add_row(
             f"+{duration(row.since_open_seconds)}",
             row.ledger,
             row.what if row.ledger else f"[italic]{row.what}[/]",
             amount,
             row.evidence,
         )
-    console.print(table)
+    console.print(rows)
     console.print(f"{record.request_id}: {verdict(record).text}")
 
 

@@ -58,13 +58,26 @@ LEDGER_STYLES = {"queue": "cyan", "kv": "magenta", "output": "blue", "link": "ye
 @click.option("--stops", is_flag=True, help="List stops, failures and leaks only.")
 @click.option("--leaks", is_flag=True, help="List the leaks found last.")
 @click.option("--open", "open_books", is_flag=True, help="List the requests that are open, or were left open.")
+@click.option("--resume", is_flag=True, help="List which requests can be cut and continued, and which never.")
 def command(
-    request_id: str | None, journal: Path, form: str, last: int | None, stops: bool, leaks: bool, open_books: bool
+    request_id: str | None,
+    journal: Path,
+    form: str,
+    last: int | None,
+    stops: bool,
+    leaks: bool,
+    open_books: bool,
+    resume: bool,
 ) -> None:
     """Print one request's timeline over the five ledgers.
 
     ID is the X-StopGuard-Id of the request, or its beginning. Without an ID, list what is in the journal.
     """
+    if resume:
+        if request_id is not None or last or stops or leaks or open_books:
+            raise click.UsageError("--resume goes alone: it is about requests in general")
+        _explain_resume(form)
+        return
     from stopguard.ledger.journal_reader import JournalReader
 
     lists = [name for name, given in (("--stops", stops), ("--leaks", leaks), ("--open", open_books)) if given]
@@ -93,6 +106,20 @@ def command(
         with console.capture() as capture:
             show(console)
         _echo(capture.get(), plain=not console.is_terminal)
+
+
+def _explain_resume(form: str) -> None:
+    from stopguard.cli import explain_resume
+
+    if form == "json":
+        import json
+
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **explain_resume.document()}, indent=2))
+        return
+    console = _console()
+    with console.capture() as capture:
+        explain_resume.print_table(console, _table, _say)
+    _echo(capture.get(), plain=not console.is_terminal)
 
 
 def _listed(

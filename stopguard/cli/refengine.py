@@ -1,4 +1,4 @@
-"""`stopguard refengine COMMAND`: run the reference engine as a server, or compare its policies."""
+"""`stopguard refengine COMMAND`: run the reference engine as a server, or compare and study policies."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ __all__ = ["COMMANDS", "command"]
 COMMANDS: Mapping[str, str] = {
     "serve": "Serve the OpenAI API, with the manners and the stop behaviour of one engine.",
     "compare": "Print how the five policies stop, measured in runs.",
+    "study": "Compare ways to preempt and victim policies, over seeded loads.",
 }
 
 

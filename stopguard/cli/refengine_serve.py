@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from stopguard.refengine.policies import POLICIES
@@ -28,7 +30,9 @@ __all__ = ["command"]
 @click.option("--step-seconds", type=click.FloatRange(0.0001, 10), help="Base duration of a step (default 0.008).")
 @click.option("--eos-probability", type=click.FloatRange(0, 1), default=0.0, show_default=True,
               help="Chance of the end after each token.")  # fmt: skip
-@click.option("--probe", metavar="ADDRESS", help="Send probe frames to tcp://HOST:PORT or a Unix socket's path.")
+@click.option("--probe", metavar="ADDRESS", envvar="STOPGUARD_COLLECTOR", show_envvar=True,
+              help="Report to the collector at tcp://HOST:PORT or a Unix socket's path, with the token in "
+                   "STOPGUARD_COLLECTOR_TOKEN.")  # fmt: skip
 @click.option("--model", default="base", show_default=True, help="Name of the model; MODEL:NAME is its LoRA NAME.")
 @click.option("--dev-mode", is_flag=True, help="vLLM's development routes: /abort_requests, /pause, /resume.")
 @click.option("--no-truth", is_flag=True, help="Leave out the routes under /ref/.")
@@ -56,12 +60,12 @@ def command(
     One line with the URL is printed when it is ready. SIGTERM and Ctrl-C end it cleanly.
     """
     from stopguard.refengine.engine import ReferenceEngine
-    from stopguard.refengine.frame_sender import FrameSender
     from stopguard.refengine.http_driver import RealClock
     from stopguard.refengine.http_face import Face, FaceOptions
     from stopguard.refengine.http_openai import CallDefaults
     from stopguard.refengine.http_server import run
     from stopguard.refengine.interface import EngineConfig, StepCost
+    from stopguard.refengine.probe import ReferenceProbe
 
     config = EngineConfig(
         blocks=blocks,
@@ -75,19 +79,11 @@ def command(
     options = FaceOptions(
         defaults=CallDefaults(model=model, eos_probability=eos_probability), dev_mode=dev_mode, truth=not no_truth
     )
-    sender = None if probe is None else FrameSender(probe, policy)
-    face = Face(
-        ReferenceEngine(config, policy, faults, seed),
-        RealClock(speed),
-        options,
-        on_frame=None if sender is None else sender.send,
-        seed=seed,
-    )
+    face = Face(ReferenceEngine(config, policy, faults, seed), RealClock(speed), options, seed=seed)
+    watched = ReferenceProbe.from_environment(face, probe, dict(os.environ))
     wrong = f", faults {', '.join(faults)}" if faults else ""
-    if sender is not None:
-        sender.start()
     try:
         run(face, host, port, lambda url: click.echo(f"refengine ready: {url} (policy {policy}{wrong})"))
     finally:
-        if sender is not None:
-            sender.close()
+        if watched is not None:
+            watched.close()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from stopguard.admin.live import LiveView
     from stopguard.admin.thread import AdminThread
     from stopguard.config import Configuration
+    from stopguard.engines import Identity
+    from stopguard.gateway.fleet import Member
     from stopguard.gateway.server import Gateway
     from stopguard.ledger.journal import Journal
     from stopguard.telemetry.metrics import Telemetry
@@ -45,9 +47,12 @@ RECOVERED_SHOWN = 5
     *("--engine", "engines"),
     multiple=True,
     metavar="[NAME:]KIND=URL",
-    help="An engine, like openai=http://127.0.0.1:8000. May be given several times.",
+    help="An engine, like openai=http://127.0.0.1:8000; the kind auto asks it what it is. May be given several times.",
 )
 @click.option("--listen", multiple=True, metavar="HOST:PORT", help="The data port.  [default: 127.0.0.1:8080]")
+@click.option(
+    "--probe", multiple=True, metavar="ADDRESS", help="Where probes inside engines report: a socket's path, or tcp://…"
+)
 @click.option("--admin", metavar="HOST:PORT|off", help="The admin port.  [default: 127.0.0.1:9090]")
 @click.option(
     *("--config", "file"),
@@ -64,6 +69,9 @@ RECOVERED_SHOWN = 5
     help="When a client leaves: stop, drain or grace=SECONDS. May be given several times.",
 )
 @click.option("--half-close", type=click.Choice(["cancel", "allow"]), help="What a half-closed connection means.")
+@click.option(
+    "--preemption", type=click.Choice(["off", "queue", "preempt"]), help="Whether urgent requests go first, or at once."
+)
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Lines for people or for programs.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
 @click.option("--check", is_flag=True, help="Say what is wrong with the configuration, and start nothing.")
@@ -72,11 +80,13 @@ def command(
     ctx: click.Context,
     engines: tuple[str, ...],
     listen: tuple[str, ...],
+    probe: tuple[str, ...],
     admin: str | None,
     file: Path | None,
     journal: str | None,
     policies: tuple[str, ...],
     half_close: str | None,
+    preemption: str | None,
     log_format: str | None,
     log_level: str | None,
     check: bool,
@@ -93,8 +103,10 @@ def command(
         "policies": list(policies),
         "listen.addresses": list(listen),
         "admin.listen": admin,
+        "probe.listen": list(probe),
         "journal.path": journal,
         "liveness.half_close": half_close,
+        "preemption.mode": preemption,
         "log.format": log_format,
         "log.level": log_level,
     }
@@ -118,6 +130,7 @@ def _check(configuration: Configuration, environment: Mapping[str, str], warning
     assembly.gateway_settings(configuration, environment)
     pairs = assembly.engines(configuration, environment)
     assembly.admin_token(configuration)
+    assembly.probe_settings(configuration)
     assembly.server_context("admin.tls", configuration.admin.tls)
     assembly.journal_folder(configuration)
     for warning in (*warnings, *assembly.cautions(configuration)):
@@ -132,11 +145,17 @@ def serve(
     environment: Mapping[str, str],
     warnings: tuple[str, ...] = (),
     *,
+    bystander: bool = False,
     ready: Callable[[Gateway, AdminThread | None], None] | None = None,
 ) -> int:
-    """Serve until a signal; returns the exit code. `ready` is called once, in the relay's loop, when all listens."""
+    """Serve until a signal; returns the exit code. `ready` is called once, in the relay's loop, when all listens.
+
+    A `bystander` has no data port: its books are opened by what probes say.
+    """
     import asyncio
     import gc
+
+    import msgspec
 
     from stopguard.cli import assembly, logs
     from stopguard.cli.descriptors import raise_limit
@@ -144,6 +163,9 @@ def serve(
 
     logs.configure(configuration.log.format, configuration.log.level)
     settings = assembly.gateway_settings(configuration, environment)
+    if bystander:
+        settings = msgspec.structs.replace(settings, listeners=())
+    configuration = _ask_unknown(configuration, environment)
     engines = assembly.engines(configuration, environment)
     token = assembly.admin_token(configuration)
     assembly.server_context("admin.tls", configuration.admin.tls)
@@ -157,7 +179,17 @@ def serve(
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             left_open = runner.run(
-                _serve(configuration, settings, engines, journal, token, warnings, environment, ready=ready)
+                _serve(
+                    configuration,
+                    settings,
+                    engines,
+                    journal,
+                    token,
+                    warnings,
+                    environment,
+                    ready=ready,
+                    bystander=bystander,
+                )
             )
     finally:
         gc.unfreeze()
@@ -165,6 +197,20 @@ def serve(
         if journal is not None:
             journal.close(JOURNAL_CLOSE_SECONDS)
     return EXIT_BOOKS_LEFT_OPEN if left_open else 0
+
+
+def _ask_unknown(configuration: Configuration, environment: Mapping[str, str]) -> Configuration:
+    """Ask the engines of the kind `auto` what they are."""
+    import asyncio
+    import logging
+
+    from stopguard.cli.identifying import identified, unknown_engines
+    from stopguard.cli.logs import say
+
+    if not unknown_engines(configuration):
+        return configuration
+    logger = logging.getLogger("stopguard")
+    return asyncio.run(identified(configuration, environment, lambda line: say(logger, logging.INFO, "auto", line)))
 
 
 async def _serve(
@@ -177,6 +223,7 @@ async def _serve(
     environment: Mapping[str, str],
     *,
     ready: Callable[[Gateway, AdminThread | None], None] | None,
+    bystander: bool,
 ) -> int:
     import asyncio
     import logging
@@ -184,6 +231,7 @@ async def _serve(
     from stopguard.admin.live import LiveView
     from stopguard.cli import assembly
     from stopguard.cli.logs import say
+    from stopguard.cli.probes import listen_for_probes
     from stopguard.cli.recording import JournaledBook, journal_observer, log_observer
     from stopguard.cli.telemetry import observe
     from stopguard.gateway.server import Gateway
@@ -196,14 +244,18 @@ async def _serve(
     gateway.observers.append(log_observer)
     if journal is not None:
         gateway.observers.append(journal_observer(journal))
-    telemetry = observe(gateway, environment)
+    kinds = {name: entry.kind for name, entry in configuration.engines.items()}
+    telemetry = observe(gateway, environment, kinds)
+    gateway.fleet.on_identified = identity_sayer(kinds, logger)
+    probing = listen_for_probes(gateway, assembly.probe_settings(configuration), kinds, telemetry, bystander=bystander)
     stopping = asyncio.Event()
     at_once = asyncio.Event()
     _handle_signals(asyncio.get_running_loop(), stopping, at_once, logger)
     await gateway.start()
     admin: AdminThread | None = None
     try:
-        kinds = {name: entry.kind for name, entry in configuration.engines.items()}
+        if probing is not None:
+            await probing.start()
         view = LiveView(gateway, journal, asyncio.get_running_loop(), kinds=kinds)
         telemetry.reconciliations = view.reconciliations
         admin = _start_admin(configuration, view, token, telemetry)
@@ -216,6 +268,8 @@ async def _serve(
         say(logger, logging.INFO, "draining", _draining_text(gateway), requests=len(gateway.registry))
         left_open = await _shut_down(gateway, at_once)
     finally:
+        if probing is not None:
+            await probing.close()
         if admin is not None:
             await asyncio.to_thread(admin.stop)
         if telemetry.tracer is not None:
@@ -223,6 +277,31 @@ async def _serve(
     level = logging.WARNING if left_open else logging.INFO
     say(logger, level, "stopped", _stopped_text(left_open, journal), left_open=left_open)
     return left_open
+
+
+def identity_sayer(kinds: Mapping[str, str], logger: Any) -> Callable[[Member, Identity], None]:
+    """Says once what an engine is, whenever it has been asked."""
+    import logging
+
+    from stopguard.cli.logs import say
+
+    def identified(member: Member, identity: Identity) -> None:
+        name = member.engine.name
+        kind = kinds.get(name, identity.kind)
+        what = f"{kind} {identity.version}".rstrip()
+        evidence = member.profile.best_evidence.label
+        say(
+            logger,
+            logging.INFO,
+            "identified",
+            f"engine {name} is {what}; stops there are proved up to {evidence}",
+            engine=name,
+            kind=kind,
+            version=identity.version,
+            best_evidence=evidence,
+        )
+
+    return identified
 
 
 def _start_admin(
@@ -289,6 +368,7 @@ def _announce(
     scheme = "https" if configuration.listen.tls else "http"
     listens = [f"{scheme}://{Address(*address)}" for address in gateway.addresses]
     admin_url = admin.url if admin is not None else "off"
+    probes = [] if gateway.probing is None else gateway.probing.collector.addresses
     members = [(member.engine.name, configuration.engines[member.engine.name].kind) for member in gateway.fleet.members]
     if configuration.log.format == "json":
         say(
@@ -299,12 +379,14 @@ def _announce(
             version=__version__,
             listen=listens,
             admin=admin_url,
+            probes=probes,
             engines=[{"name": name, "kind": kind} for name, kind in members],
             journal=None if journal is None else str(journal.path),
             pid=os.getpid(),
         )
     else:
-        rows = [("data", ", ".join(listens)), ("admin", admin_url)]
+        rows = [("data", ", ".join(listens) or "none: traffic goes to the engines itself"), ("admin", admin_url)]
+        rows += [("probes", address) for address in probes]
         rows += [("engine", f"{name} ({kind}) at {_url(gateway, name)}") for name, kind in members]
         rows.append(("journal", "off" if journal is None else f"{journal.path} ({configuration.journal.policy})"))
         _print_banner(f"stopguard {__version__} is ready", rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,8 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["observe"]
 
 
-def observe(gateway: Gateway, environment: Mapping[str, str]) -> Telemetry:
+def observe(
+    gateway: Gateway, environment: Mapping[str, str], kinds: Mapping[str, str] = MappingProxyType({})
+) -> Telemetry:
     """Metrics for `gateway`, and traces when OpenTelemetry's variables name an endpoint.
+
+    `kinds` are the kinds of the engines that were configured, or found, by name.
 
     The caller closes `telemetry.tracer`, if there is one, when the gateway has shut down.
     """
@@ -30,6 +35,13 @@ def observe(gateway: Gateway, environment: Mapping[str, str]) -> Telemetry:
         healthy=lambda name: members[name].healthy,
         tracer=tracer_from(environment),
     )
+    telemetry.identities = lambda: {
+        name: (kinds.get(name, identity.kind), identity.version)
+        for name, member in members.items()
+        if (identity := member.identity) is not None
+    }
+    if gateway.preempting is not None:
+        telemetry.preemption = gateway.preempting.numbers
     gateway.observers.append(telemetry)
     if telemetry.tracer is not None:
 

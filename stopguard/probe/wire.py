@@ -9,44 +9,96 @@ numbers is a gap, and the books ask for a `Snapshot` and say `gap` until it has 
 
 Structs are encoded as msgpack arrays with a short tag, so a frame of 32 changes stays near 1 KB. A
 field may be added at the end with a default; anything else raises `SCHEMA_VERSION`.
+
+The conversation
+----------------
+Each message is a 4-byte big-endian length and so many bytes of msgpack, in both directions. Neither side says
+anything of worth before the other has proved that it knows the token, which itself never travels:
+
+    engine                                   collector
+    Greeting(schema, nonce)          ──▶
+                                     ◀──     Challenge(schema, nonce, proof over both nonces)
+    Hello(proof, who I am)           ──▶
+                                     ◀──     Welcome, or Refused with the reason
+
+Then frames, snapshots, gaps, answers and pongs go one way, commands and pings the other. The first three messages
+never change their shape, so that two ends of different versions can at least say so. A later Hello on the same
+connection (its proof is not looked at again) replaces what the first one said.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import operator
 from typing import Literal
 
 import msgspec
 
+from stopguard.errors import EngineError
+
 __all__ = [
+    "HANDSHAKE_BYTES_MAX",
+    "MESSAGE_BYTES_MAX",
+    "NONCE_BYTES",
     "SCHEMA_VERSION",
+    "TOKEN_CHARACTERS_MIN",
     "AbortApplied",
     "AbortArrived",
     "AbortNoop",
     "AbortRefused",
+    "Action",
     "Added",
+    "Answer",
     "BlocksFenced",
     "BlocksHeld",
     "BlocksReturned",
+    "Challenge",
+    "Command",
+    "CommandAnswer",
     "Event",
     "Finished",
     "Frame",
+    "FromCollector",
+    "FromEngine",
+    "Gap",
+    "Greeting",
+    "Hello",
     "HostHeld",
     "HostReturned",
     "Moved",
+    "Ping",
     "Place",
+    "Pong",
     "Preempted",
+    "ProbeProtocolError",
+    "Refusal",
+    "Refused",
+    "RequestNow",
     "Resumed",
     "SlotKind",
     "SlotReturned",
     "SlotTaken",
+    "Snapshot",
     "TokensComputed",
     "TokensDropped",
     "TokensEmitted",
+    "Welcome",
+    "collector_proof",
+    "decode_from_collector",
+    "decode_from_engine",
     "decode_frame",
+    "encode",
     "encode_frame",
+    "engine_proof",
 ]
 
 SCHEMA_VERSION = 1
+MESSAGE_BYTES_MAX = 8 * 1024 * 1024
+"""A snapshot of 50,000 requests fits."""
+HANDSHAKE_BYTES_MAX = 64 * 1024
+NONCE_BYTES = 32
+TOKEN_CHARACTERS_MIN = 16
 
 Place = Literal["waiting", "running", "preempted", "paused", "transferring", "gone"]
 SlotKind = Literal["lora", "encoder", "grammar", "speculative"]
@@ -195,7 +247,11 @@ Event = (
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
-    """One step's changes and the totals after it. Blocks in blocks, `at` in engine seconds."""
+    """One step's changes and the totals after it. Blocks in blocks, `at` in engine seconds.
+
+    `sequence` counts 1, 2, 3, ... for as long as the process lives. Each block of the pool is in use, free
+    (`blocks_free_now`), or free and still filled with a prefix (`blocks_cached_now`): never in two of these.
+    """
 
     sequence: int
     step: int
@@ -207,8 +263,169 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
     blocks_cached_now: int
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Frame)
+# ---- the conversation -----------------------------------------------------------------------
+
+Action = Literal["abort", "preempt", "hold", "resume", "snapshot"]
+Answer = Literal["applied", "accepted", "unknown", "gone", "refused", "unsupported", "failed"]
+Refusal = Literal["schema", "token", "full", "protocol"]
+
+
+class ProbeProtocolError(EngineError):
+    """The other end of a probe's connection sent what it may not."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    """One message of the conversation."""
+
+
+class Greeting(_Message, frozen=True, tag="greeting"):
+    """The engine's first message. `nonce` is `NONCE_BYTES` random bytes."""
+
+    schema_version: int
+    nonce: bytes
+
+
+class Challenge(_Message, frozen=True, tag="challenge"):
+    """The collector's answer; `proof` is `collector_proof` and shows that it knows the token."""
+
+    schema_version: int
+    nonce: bytes
+    proof: bytes
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """Who speaks. `proof` is `engine_proof`; empty in a later hello on the same connection.
+
+    `name` is the gateway's name for the engine where its operator gave one, else empty. `role` is what this process
+    is inside the engine (engine, scheduler, api, ...), `rank` its data-parallel rank out of `ranks`, `process` its pid;
+    `instance` is random and stays the same across reconnects. `blocks_total` blocks of `block_tokens` tokens each are
+    the KV pool (0: not known, or this process has none). `commands` are the actions that this process carries out.
+    `hooks_attached` and `hooks_missing` name hook points. `at` is now, on the engine's monotonic clock, in seconds.
+    """
+
+    proof: bytes
+    engine: str
+    engine_version: str
+    instance: str
+    name: str = ""
+    role: str = "engine"
+    rank: int = 0
+    host: str = ""
+    process: int = 0
+    at: float = 0.0
+    blocks_total: int = 0
+    block_tokens: int = 0
+    commands: tuple[Action, ...] = ()
+    hooks_attached: tuple[str, ...] = ()
+    hooks_missing: tuple[str, ...] = ()
+    frames_dropped: int = 0
+    ranks: int = 1
+
+
+class RequestNow(_Message, frozen=True):
+    """One request (or part of one) in a snapshot. Amounts are what it has now; tokens are totals so far.
+
+    A token total of -1 says that the engine does not know it. `slots` is by kind.
+    """
+
+    request_id: str
+    place: Place
+    prompt_tokens: int = 0
+    parent_id: str = ""
+    blocks_held: int = 0
+    blocks_fenced: int = 0
+    host_blocks: int = 0
+    tokens_computed: int = -1
+    tokens_emitted: int = -1
+    tokens_dropped: int = -1
+    slots: dict[SlotKind, int] = {}
+
+
+class Snapshot(_Message, frozen=True, tag="snapshot"):
+    """Every request that the scheduler has, after the frame `sequence`; `command_id` is whose answer it is.
+
+    A request that is not in it is not in the scheduler, and holds nothing: one that is over and whose blocks are not
+    all back (they wait behind a fence, say) is in it, with the place `gone`. `complete` False: the engine has more
+    than fit here, so that nothing follows from a request's absence.
+    """
+
+    command_id: int
+    sequence: int
+    step: int
+    at: float
+    requests: list[RequestNow]
+    running_now: int
+    waiting_now: int
+    blocks_free_now: int
+    blocks_cached_now: int
+    complete: bool = True
+
+
+class Gap(_Message, frozen=True, tag="gap"):
+    """The sender had to drop frames; `frames_dropped` in all so far. What follows is newer than the hole."""
+
+    frames_dropped: int
+
+
+class CommandAnswer(_Message, frozen=True, tag="answer"):
+    """What this process did with a command.
+
+    `applied`: done, as the answer was given. `accepted`: it will be done, events follow. `unknown`: this process does
+    not have the request. `gone`: it had it, and it is over. `refused`: not now, again after `retry_after_seconds`.
+    `unsupported`: never. `failed`: tried, and `detail` says what happened.
+    """
+
+    command_id: int
+    answer: Answer
+    retry_after_seconds: float = 0.0
+    detail: str = ""
+
+
+class Pong(_Message, frozen=True, tag="pong"):
+    """Answers a ping: when it was read and when this was written, on the engine's monotonic clock, in seconds."""
+
+    ping_id: int
+    received_at: float
+    sent_at: float
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """The proof was right. Frames may follow."""
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """The connection is of no use; `detail` is one line for the operator."""
+
+    refusal: Refusal
+    detail: str = ""
+
+
+class Command(_Message, frozen=True, tag="command"):
+    """Do `action` to one request, between two steps; answered by a `CommandAnswer` with its `command_id`.
+
+    `abort` ends it. `preempt` takes its room away and holds it until `resume`. `hold` only keeps it from being
+    scheduled. `snapshot` (no request) is answered by a `Snapshot` instead.
+    """
+
+    command_id: int
+    action: Action
+    request_id: str = ""
+    reason: str = ""
+
+
+class Ping(_Message, frozen=True, tag="ping"):
+    """Measures the clocks; answered by a `Pong`."""
+
+    ping_id: int
+
+
+FromEngine = Greeting | Hello | Frame | Snapshot | Gap | CommandAnswer | Pong
+FromCollector = Challenge | Welcome | Refused | Command | Ping
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=operator.index)  # an engine's own integers (numpy's, say) are integers
+_frame_decoder = msgspec.msgpack.Decoder(Frame)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_from_collector: msgspec.msgpack.Decoder[FromCollector] = msgspec.msgpack.Decoder(FromCollector)
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -218,4 +435,36 @@ def encode_frame(frame: Frame) -> bytes:
 
 def decode_frame(data: bytes) -> Frame:
     """The frame in `data`; `msgspec.DecodeError` (of which `ValidationError` is a kind) when it is not one."""
-    return _decoder.decode(data)
+    return _frame_decoder.decode(data)
+
+
+def encode(message: FromEngine | FromCollector) -> bytes:
+    """One message with its length in front. `ProbeProtocolError` when it is too long to send."""
+    payload = _encoder.encode(message)
+    if len(payload) > MESSAGE_BYTES_MAX:
+        raise ProbeProtocolError(f"a {type(message).__name__} of {len(payload)} bytes is too long to send")
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def decode_from_engine(payload: bytes | bytearray | memoryview) -> FromEngine:
+    """What an engine said (without its length). `msgspec.DecodeError` when it makes no sense."""
+    return _from_engine.decode(payload)
+
+
+def decode_from_collector(payload: bytes | bytearray | memoryview) -> FromCollector:
+    """What a collector said (without its length). `msgspec.DecodeError` when it makes no sense."""
+    return _from_collector.decode(payload)
+
+
+def collector_proof(token: str, engine_nonce: bytes, collector_nonce: bytes) -> bytes:
+    """Shows the engine that the collector knows the token."""
+    return _proof(token, b"stopguard collector", engine_nonce, collector_nonce)
+
+
+def engine_proof(token: str, engine_nonce: bytes, collector_nonce: bytes) -> bytes:
+    """Shows the collector that the engine knows the token."""
+    return _proof(token, b"stopguard engine", engine_nonce, collector_nonce)
+
+
+def _proof(token: str, *parts: bytes) -> bytes:
+    return hmac.digest(token.encode(), b"|".join(parts), hashlib.sha256)

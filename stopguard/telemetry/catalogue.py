@@ -68,6 +68,13 @@ DISPOSITION = Label("disposition", ("delivered", "discarded", "stale"))
 PREEMPTED_BY = Label("reason", ("engine", "ordered"))
 MODE = Label("mode", ("inside", "gateway"))
 RETRY_REASON = Label("reason", ("refused", "unknown", "failed", "unanswered", "appeared"))
+KIND = Label("kind", source="the adapters that are installed")
+ENGINE_VERSION = Label("version", source="what the engine says, at most 64 characters")
+CLASS = Label("class", source="the configured classes")
+PRESSURE = Label("pressure", ("places", "kv", "waiting", "slow"))
+NOT_PREEMPTED = Label(
+    "reason", ("unpreemptible", "inexact", "too_often", "cool_down", "nearly_done", "guard", "not_running", "gone")
+)
 VERSION = Label("version", source="the installed version")
 
 _OWN = (ENGINE, MODEL)
@@ -188,6 +195,68 @@ CATALOGUE: tuple[Metric, ...] = (
         origin="books",
     ),
     Metric(
+        name="stopguard_preempted_seconds_total",
+        kind="counter",
+        help="Seconds that requests were away from their engine because they made room.",
+        labels=(ENGINE,),
+        origin="event",
+        note="Only of preemptions that StopGuard ordered; counted when the request goes on or ends.",
+    ),
+    Metric(
+        name="stopguard_parked_longest_seconds",
+        kind="gauge",
+        help="How long the one has been away that has been away longest; 0 when nobody is.",
+        origin="books",
+    ),
+    Metric(
+        name="stopguard_preemption_victims_total",
+        kind="counter",
+        help="Requests that made room, by their class and by why room was wanted.",
+        labels=(CLASS, PRESSURE),
+        origin="event",
+        note="`places`: our limit of requests there; `kv`, `waiting`: the engine's word; `slow`: it says nothing.",
+    ),
+    Metric(
+        name="stopguard_preemption_refusals_total",
+        kind="counter",
+        help="Requests that did not make room although it was wanted, by why.",
+        labels=(NOT_PREEMPTED,),
+        origin="event",
+        note="Each request counts once a reason. `guard` counts those that wanted the room.",
+    ),
+    Metric(
+        name="stopguard_preemption_guard_closed",
+        kind="gauge",
+        help="1 while nothing is preempted because too much would be computed again.",
+        origin="books",
+    ),
+    Metric(
+        name="stopguard_preemption_recomputed_ratio",
+        kind="gauge",
+        help="Recomputed tokens for each computed one, lately: what the guard looks at.",
+        origin="books",
+    ),
+    Metric(
+        name="stopguard_queued_requests",
+        kind="gauge",
+        help="Requests that wait with us for room, by class.",
+        labels=(CLASS,),
+        origin="books",
+        note="Absent while classes are off; see the state `queued` of `stopguard_requests`.",
+    ),
+    Metric(
+        name="stopguard_classes_lowered_total",
+        kind="counter",
+        help="Requests that asked for a more urgent class than their tenant may have.",
+        origin="event",
+    ),
+    Metric(
+        name="stopguard_hopeless_deadlines_total",
+        kind="counter",
+        help="Requests refused at once because one of their deadlines could not be met.",
+        origin="event",
+    ),
+    Metric(
         name="stopguard_abort_retries_total",
         kind="counter",
         help="Aborts beyond the first of their stop, by what became of the one before.",
@@ -219,6 +288,29 @@ CATALOGUE: tuple[Metric, ...] = (
         origin="event",
     ),
     Metric(
+        name="stopguard_probes",
+        kind="gauge",
+        help="Probes inside the engine that are connected.",
+        labels=(ENGINE,),
+        origin="event",
+        note="Absent where nobody listens for probes.",
+    ),
+    Metric(
+        name="stopguard_probes_in_gap",
+        kind="gauge",
+        help="Connected probes of which something was missed, and whose snapshot has not come.",
+        labels=(ENGINE,),
+        origin="event",
+        note="While it is not 0 the books of that engine's requests may be wrong.",
+    ),
+    Metric(
+        name="stopguard_probe_frames_dropped_total",
+        kind="counter",
+        help="Frames that probes dropped because they could not be sent.",
+        labels=(ENGINE,),
+        origin="event",
+    ),
+    Metric(
         name="stopguard_probe_lag_seconds",
         kind="histogram",
         help="From an engine's step to the arrival of the frame that reports it.",
@@ -231,6 +323,14 @@ CATALOGUE: tuple[Metric, ...] = (
         help="1 while the engine answers, 0 while it is ejected.",
         labels=(ENGINE,),
         origin="books",
+    ),
+    Metric(
+        name="stopguard_engine_info",
+        kind="info",
+        help="What each engine says it is.",
+        labels=(ENGINE, KIND, ENGINE_VERSION),
+        origin="event",
+        note="Absent until the engine has answered.",
     ),
     Metric(
         name="stopguard_engine_step_seconds",

@@ -29,6 +29,7 @@ from stopguard.ledger import Account, Ledger
 from stopguard.ledger.accounts import CLOSING_ACCOUNTS
 from stopguard.stops import Books, Client, Tracked
 from stopguard.telemetry.catalogue import DISPOSITION, LEDGER, STATE, metric
+from stopguard.telemetry.preemption import PreemptionNumbers, folded
 from stopguard.telemetry.timeline_facts import preemptions
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ Pair = tuple[str, str]
 PAIRS_AT_ZERO = 64
 """How many pairs of engine and model get their series before their first request."""
 
+_VERSION_LENGTH = 64
 _CHUNK = 512
 _BREATH_SECONDS = 0.00002
 _TRIES = 16
@@ -189,6 +191,7 @@ class BooksCollector:
             "stopguard_recomputed_tokens_total",
             ((_own(cell), recomputed[id(cell)] + row.recomputed) for cell, row in rows),
         )
+        yield from self._preempting()
         yield self._counters("stopguard_abort_retries_total", _children(cells, lambda cell: cell.retries))
         yield from self._compared()
         yield from self._engines()
@@ -257,10 +260,40 @@ class BooksCollector:
         yield _gauges("stopguard_orphans", orphans)
         yield _gauges("stopguard_phantoms", phantoms)
 
+    def _preempting(self) -> Iterator[Metric]:
+        source = self._telemetry.preemption
+        numbers = PreemptionNumbers() if source is None else _calmly(source)
+        yield self._counters(
+            "stopguard_preempted_seconds_total", [((name,), count) for name, count in numbers.away_seconds.items()]
+        )
+        yield self._counters("stopguard_preemption_victims_total", list(numbers.victims.items()))
+        refused = folded(numbers.refusals) if source is not None else {}
+        yield self._counters(
+            "stopguard_preemption_refusals_total", [((reason,), count) for reason, count in refused.items()]
+        )
+        yield _gauges("stopguard_queued_requests", [((name,), count) for name, count in numbers.queued.items()])
+        for name, value in (
+            ("stopguard_parked_longest_seconds", numbers.longest_away_seconds),
+            ("stopguard_preemption_guard_closed", float(numbers.guard_closed)),
+            ("stopguard_preemption_recomputed_ratio", numbers.recomputed_share),
+        ):
+            yield _gauges(name, [((), value)] if source is not None else [])
+        for name, value in (
+            ("stopguard_classes_lowered_total", numbers.lowered),
+            ("stopguard_hopeless_deadlines_total", numbers.hopeless),
+        ):
+            yield self._counters(name, [((), value)] if source is not None else [])
+
     def _engines(self) -> Iterator[Metric]:
         telemetry = self._telemetry
         yield self._counters(
             "stopguard_probe_gaps_total", [((name,), count) for name, count in telemetry.probe_gaps.items()]
+        )
+        probes = {} if telemetry.probes is None else telemetry.probes()
+        yield _gauges("stopguard_probes", [((name,), row[0]) for name, row in probes.items()])
+        yield _gauges("stopguard_probes_in_gap", [((name,), row[1]) for name, row in probes.items()])
+        yield self._counters(
+            "stopguard_probe_frames_dropped_total", [((name,), row[3]) for name, row in probes.items()]
         )
         lag = HistogramMetricFamily("stopguard_probe_lag_seconds", metric("stopguard_probe_lag_seconds").help)
         _add_histogram(lag, (), telemetry.probe_lag.row(), metric("stopguard_probe_lag_seconds").bounds, {})
@@ -268,6 +301,12 @@ class BooksCollector:
         healthy = telemetry.healthy
         names = () if healthy is None else tuple(telemetry.profiles)
         yield _gauges("stopguard_engine_up", (((name,), float(healthy(name))) for name in names if healthy is not None))
+        identified = {} if telemetry.identities is None else telemetry.identities()
+        about = metric("stopguard_engine_info")
+        information = InfoMetricFamily("stopguard_engine", about.help, labels=["engine"])
+        for name, (kind, version) in identified.items():
+            information.add_metric([name], {"kind": kind, "version": version[:_VERSION_LENGTH]})
+        yield information
         yield _gauges(
             "stopguard_engine_step_seconds",
             (

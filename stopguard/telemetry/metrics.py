@@ -29,6 +29,7 @@ from stopguard.stops import Controller, Effect, EngineProfile, Tracked, effects
 from stopguard.telemetry.catalogue import METHOD, OUTCOME, metric
 from stopguard.telemetry.cells import Cell, Distribution, Distributions
 from stopguard.telemetry.collector import BooksCollector
+from stopguard.telemetry.preemption import PreemptionNumbers
 from stopguard.telemetry.step_time import StepClock, stream_pace
 from stopguard.telemetry.timeline_facts import preemptions, retry_reason
 from stopguard.telemetry.trace_context import find, parse
@@ -75,6 +76,12 @@ class Telemetry:
         self.healthy = healthy
         self.reconciliations = reconciliations
         self.tracer = tracer
+        #: Kind and version of each engine that has said them, by its name.
+        self.identities: Callable[[], Mapping[str, tuple[str, str]]] | None = None
+        #: Preemption in numbers, while classes are in use.
+        self.preemption: Callable[[], PreemptionNumbers] | None = None
+        #: By engine: probes connected, those in a gap, gaps so far, frames dropped so far.
+        self.probes: Callable[[], Mapping[str, tuple[int, int, int, int]]] | None = None
         self.steps = {name: StepClock() for name in self.profiles}
         self.probe_gaps = dict.fromkeys(self.profiles, 0)
         self.probe_lag = Distribution(metric("stopguard_probe_lag_seconds").bounds)
