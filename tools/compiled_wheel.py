@@ -28,6 +28,7 @@ MODULES = (
     "stopguard/gateway/fleet.py",
     "stopguard/gateway/framing.py",
     "stopguard/gateway/identifiers.py",
+    "stopguard/gateway/ledgered.py",
     "stopguard/gateway/registry.py",
     "stopguard/gateway/seen_heads.py",
     "stopguard/gateway/server.py",

@@ -14,7 +14,7 @@ import random
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from stopguard.errors import ConfigurationError
@@ -46,7 +46,8 @@ class LiveStorm:
     """One storm's clients. `run` ends when all of them have; `outcomes` says what each came to.
 
     Every request asks for a total deadline of `patience_seconds`: no client waits for ever. `fail` is called
-    with the id of each request that is planned to fail; without it these are cancelled through the API.
+    with the id of each request that is planned to fail; without it these are cancelled through the API. `fields` go
+    into every body.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LiveStorm:
         model: str = "base",
         patience_seconds: float = 20.0,
         fail: Callable[[str], None] | None = None,
+        fields: Mapping[str, object] | None = None,
     ) -> None:
         target = urlsplit(base_url)
         if target.hostname not in ("127.0.0.1", "localhost", "::1"):
@@ -67,6 +69,7 @@ class LiveStorm:
         self.model = model
         self.patience_seconds = patience_seconds
         self._fail = fail
+        self._fields = fields or {}
         self.outcomes: Counter[str] = Counter()
         self.ended = 0
 
@@ -105,7 +108,7 @@ class LiveStorm:
                 return "left"
             head = await reader.readuntil(b"\r\n\r\n")
             status = head.split(b" ", 2)[1].decode()
-            if not plan.stream:
+            if not plan.stream or status != "200":  # an error is no stream
                 await self._read_sized(reader, head)
                 return status
             return await self._stream(plan, reader, writer, head)
@@ -175,8 +178,10 @@ class LiveStorm:
             "max_tokens": plan.max_tokens,
             "stream": plan.stream,
             "n": plan.n,
-            "priority": plan.priority,
+            **self._fields,
         }
+        if plan.priority:
+            body["priority"] = plan.priority
         if plan.grammar:
             body["response_format"] = {"type": "json_object"}
         data = json.dumps(body).encode()

@@ -47,6 +47,7 @@ __all__ = [
     "python_of",
     "recipe_of",
     "run_logged",
+    "say_to_stderr",
     "start",
 ]
 
@@ -56,6 +57,12 @@ _TAIL_LINES: Final = 30
 _CHECKOUT: Final = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
+
+
+def say_to_stderr(line: str) -> None:
+    """One line of progress for whoever waits."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 class RigError(StopGuardError):
@@ -185,7 +192,7 @@ def _digest(recipe: Recipe) -> str:
 # ---- installing -------------------------------------------------------------------------------------------
 
 
-def install(recipe: Recipe, say: Say = lambda line: print(line, file=sys.stderr, flush=True)) -> Path:  # noqa: T201
+def install(recipe: Recipe, say: Say = say_to_stderr) -> Path:
     """Its home, installed first where it is not. Takes minutes the first time; `RigError` when it fails."""
     home = home_of(recipe)
     home.parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +294,7 @@ def start(
     options: Mapping[str, Any] | None = None,
     port: int = 0,
     log: Path | None = None,
-    say: Say = lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201
+    say: Say = say_to_stderr,
 ) -> Iterator[RunningEngine]:
     """The engine, installed where needed, serving; ended with all its processes when the block is left.
 

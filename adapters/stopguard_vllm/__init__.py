@@ -1,0 +1,1 @@
+"""vLLM: the proxy's side (`adapter`), the engine's side (`plugin`), and how to install the real one (`rig`)."""

@@ -1,0 +1,109 @@
+"""A plugin for vLLM that breaks it on purpose, for tests only: each fault is on while the file that
+`STOPGUARD_TEST_FAULTS` names has its name in it.
+
+`keep_block`: a finished request's first block never comes back. `lose_abort`: the core forgets aborts that front ends
+send. `lose_every_abort`: the scheduler carries none out. `slow_registration`: the front end waits a while after it has
+sent a request to the core. `unmended`: the front end sends no abort of its own accord. `asynchronous` (at the start
+only): steps are scheduled ahead, which vLLM refuses on a CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+REGISTRATION_SECONDS = 1.5
+
+
+def active(fault: str) -> bool:
+    """Whether the fault is on now."""
+    try:
+        return fault in Path(os.environ["STOPGUARD_TEST_FAULTS"]).read_text().split()
+    except (KeyError, OSError):
+        return False
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import AsyncMPClient, DPAsyncMPClient
+
+    if hasattr(Scheduler, "faulty"):
+        return
+    Scheduler.faulty = True
+    _keep_block(Scheduler)
+    _lose_aborts(Scheduler, EngineCore)
+    _lose_front_end_aborts(AsyncLLM)
+    for client in (AsyncMPClient, DPAsyncMPClient):
+        _slow_registration(client)
+    if active("asynchronous"):
+        _schedule_ahead()
+
+
+def _keep_block(scheduler: Any) -> None:
+    original = scheduler._free_request_blocks
+
+    @functools.wraps(original)
+    def free(self: Any, request: Any) -> None:
+        if request.is_finished() and active("keep_block"):
+            table = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks.get(request.request_id)
+            if table:
+                table[0].ref_cnt += 1
+        original(self, request)
+
+    scheduler._free_request_blocks = free
+
+
+def _lose_aborts(scheduler: Any, core: Any) -> None:
+    finish, abort = scheduler.finish_requests, core.abort_requests
+
+    @functools.wraps(finish)
+    def finish_requests(self: Any, ids: Any, status: Any) -> Any:
+        return [] if status.name == "FINISHED_ABORTED" and active("lose_every_abort") else finish(self, ids, status)
+
+    @functools.wraps(abort)
+    def abort_requests(self: Any, ids: Any) -> None:
+        if not active("lose_abort"):
+            abort(self, ids)
+
+    scheduler.finish_requests, core.abort_requests = finish_requests, abort_requests
+
+
+def _lose_front_end_aborts(async_llm: Any) -> None:
+    original = async_llm.abort
+
+    @functools.wraps(original)
+    async def abort(self: Any, *arguments: Any, **named: Any) -> None:
+        if not active("unmended"):
+            await original(self, *arguments, **named)
+
+    async_llm.abort = abort
+
+
+def _slow_registration(client: Any) -> None:
+    original = client.add_request_async
+
+    @functools.wraps(original)
+    async def add_request_async(self: Any, request: Any) -> None:
+        await original(self, request)
+        if active("slow_registration"):
+            await asyncio.sleep(REGISTRATION_SECONDS)
+
+    client.add_request_async = add_request_async
+
+
+def _schedule_ahead() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, config: Any) -> None:
+        original(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
