@@ -3,9 +3,11 @@
 #   PYTHON=python3.12   the interpreter that .venv is made with
 #   PYTEST_ARGS='-k x'  more arguments for pytest
 #   BENCHMARKS=relay    the modules of benchmarks/ that `make bench` runs, instead of all
+#   ENGINE=sglang       the engine that `make demo-engine` shows, and the only one that `make engines` installs
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+ENGINE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,13 +20,21 @@ unexport PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT VIRTUAL_E
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint types unit format bench compiled docs constraints clean distclean
+.PHONY: help demo demo-vllm demo-engine engines test check lint types unit format bench compiled docs constraints clean distclean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP) ## A storm of stops against the built-in engine, and its settled book
 	@$(BIN)/stopguard demo
+
+demo-vllm: $(STAMP) ## A storm of stops against a real engine: vLLM, or ENGINE=sglang|llamacpp|deepinfer
+	@$(BIN)/stopguard demo --engine $(or $(ENGINE),vllm)
+
+demo-engine: demo-vllm ## The same, by a better name for other engines
+
+engines: $(STAMP) ## Install the real engines for tests and demos, once, in the user's cache (ENGINE=… only one)
+	@$(BIN)/python -m tools.engines $(ENGINE)
 
 test: lint types ## All checks and all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -200,6 +200,61 @@ WASTE = Dashboard(
                 ),
             ),
         ),
+        Row(
+            "Classes",
+            (
+                Panel(
+                    title="Who makes room",
+                    description="Requests preempted by StopGuard, a second, by their class and by why room was wanted.",
+                    unit="suffix:/s",
+                    queries=(
+                        Query(
+                            rate("stopguard_preemption_victims_total", by="class, pressure", where=""),
+                            "{{class}}, {{pressure}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    title="Why others do not",
+                    description="Requests that did not make room although it was wanted, a second, by why.",
+                    unit="suffix:/s",
+                    queries=(Query(rate("stopguard_preemption_refusals_total", by="reason", where=""), "{{reason}}"),),
+                ),
+                Panel(
+                    title="Waiting for room",
+                    description="Requests that wait in StopGuard, by class.",
+                    unit="short",
+                    queries=(Query("sum by (class) (stopguard_queued_requests)", "{{class}}"),),
+                ),
+                Panel(
+                    title="Away from their engine",
+                    description="Requests that made room and are away, on average, and the one that is away longest.",
+                    unit="short",
+                    queries=(
+                        Query(rate("stopguard_preempted_seconds_total", where=""), "requests"),
+                        Query("max(stopguard_parked_longest_seconds)", "longest, in seconds"),
+                    ),
+                ),
+                Panel(
+                    title="The guard",
+                    description="The recomputed share of all tokens, and whether preempting has stopped because of it.",
+                    unit="percentunit",
+                    queries=(
+                        Query("max(stopguard_preemption_recomputed_ratio)", "recomputed"),
+                        Query("max(stopguard_preemption_guard_closed)", "closed"),
+                    ),
+                ),
+                Panel(
+                    title="Not granted",
+                    description="Requests a second that asked for more than they may have, or for what takes longer.",
+                    unit="suffix:/s",
+                    queries=(
+                        Query(rate("stopguard_classes_lowered_total", where=""), "class lowered"),
+                        Query(rate("stopguard_hopeless_deadlines_total", where=""), "deadline cannot be met"),
+                    ),
+                ),
+            ),
+        ),
     ),
 )
 
@@ -248,6 +303,23 @@ ENGINES = Dashboard(
                     decimals=0,
                     queries=(Query(increase("stopguard_probe_gaps_total", by="engine", where=ENGINE), "{{engine}}"),),
                     thresholds=NONE_IS_GOOD,
+                ),
+                Panel(
+                    title="Connected, and in a gap",
+                    description="Probes of each engine. While one is in a gap the books of its requests may be wrong.",
+                    unit="short",
+                    queries=(
+                        Query(f"sum by (engine) ({pick('stopguard_probes', ENGINE)})", "{{engine}}"),
+                        Query(f"sum by (engine) ({pick('stopguard_probes_in_gap', ENGINE)})", "{{engine}}, in a gap"),
+                    ),
+                ),
+                Panel(
+                    title="Dropped frames",
+                    description="Frames, a second, that probes could not send: the collector is away, or too slow.",
+                    unit="suffix:/s",
+                    queries=(
+                        Query(rate("stopguard_probe_frames_dropped_total", by="engine", where=ENGINE), "{{engine}}"),
+                    ),
                 ),
                 Panel(
                     title="Lag of the probe",

@@ -12,7 +12,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from stopguard.config import Address, Configuration, EngineEntry, Tenant, format_policy
+from stopguard.config import Address, ClassEntry, Configuration, EngineEntry, Tenant, format_policy
 from stopguard.config.layers import setting
 from stopguard.stops import ClientPolicy
 
@@ -56,6 +56,12 @@ On the command line: `--policy POLICY` is the default, `--policy ROUTE=POLICY` i
 """
 
 
+CLASSES = """
+Without any such table there are `background` (urgency -10), `standard` (0) and `urgent` (10, preempts, not
+preemptible).
+"""
+
+
 def page() -> str:
     """The whole text of docs/configuration.md."""
     parts = [INTRODUCTION, _top()]
@@ -68,6 +74,8 @@ def page() -> str:
         if name == "policies":
             parts.append(POLICIES)
             parts.append(_section("[policies.tenants.NAME]", Tenant, "policies.tenants", fixed=False))
+        if name == "preemption":
+            parts.append(_section("[preemption.classes.NAME]", ClassEntry, "preemption.classes", fixed=False) + CLASSES)
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
@@ -98,7 +106,7 @@ def _table(fields: dict[str, FieldInfo], path: str, *, fixed: bool) -> str:
     names = " | variable, flag |" if fixed else " |"
     lines = [f"| key | type | default | what it does{names}", "|---|---|---|---|" + ("---|" if fixed else "")]
     for name, field in fields.items():
-        if name == "tenants":
+        if name in ("tenants", "classes"):
             continue
         cells = [f"`{name}`", _type(field), _default(field), _cell(field.description or "")]
         if fixed:
@@ -163,7 +171,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if value is None:
         return "`off`" if _takes_off(field.metadata, field.annotation) else "none"
-    if value in ({}, ()):
+    if value in ({}, (), ""):
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

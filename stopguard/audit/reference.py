@@ -19,7 +19,7 @@ from stopguard.ledger import EngineGauges, Evidence
 from stopguard.probe import wire
 from stopguard.stops import AbortAnswer
 
-__all__ = ["ReferenceObserver", "recognises"]
+__all__ = ["ReferenceObserver"]
 
 #: Its pages are read from memory between two steps and put nothing off.
 _SAFE_INTERVAL_SECONDS: Final = 0.02
@@ -32,12 +32,6 @@ _ANSWERS: Final = {
     "no_door": AbortAnswer.FAILED,
     "suppressed": AbortAnswer.ACCEPTED,
 }
-
-
-async def recognises(control: Control) -> bool:
-    """Whether a reference engine answers there, with its truth switched on."""
-    answer = await control("GET", "/ref/health")
-    return answer.status == 200 and "x-reference-engine" in answer.headers
 
 
 class ReferenceObserver:

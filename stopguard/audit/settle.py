@@ -190,8 +190,10 @@ async def _blame(stage: Stage, ticket: Ticket, traces: list[Trace], on: list[Tra
         return survivor("link", "the scheduler read the abort, and the request went on")
     if ticket.how == "abort":
         return survivor("link", "the abort was accepted and never reached the scheduler")
-    if not any(trace.live for trace in on) or not stage.observer.facts.abort_door:
+    if not any(trace.live for trace in on):
         return survivor("stream", f"the client had left ({ticket.how}), and the request ran to its end")
+    if not stage.observer.facts.abort_door:
+        return survivor("stream", f"the client had left ({ticket.how}), nobody has noticed, and there is no other door")
     if await _knock_stops(stage, ticket, on):
         return survivor("stream", f"the client had left ({ticket.how}), nobody noticed; an abort by id then stopped it")
     return survivor("link", "neither the closed connection nor an abort by id stopped it")

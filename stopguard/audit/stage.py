@@ -181,6 +181,7 @@ class Stage:
         }
         if sequences > 1:
             body["n"] = sequences
+            body["temperature"] = 1  # several choices of one greedy text make no sense, and some engines refuse to
         if prompt is not None:
             path, body["prompt"] = COMPLETIONS, prompt
         else:
@@ -242,7 +243,10 @@ class Stage:
         """What the engine's events have told of the call's sequences."""
         if not ticket.engine_ids:
             self._match(ticket)
-        return self.watch.children(ticket.engine_ids)
+        # An id that was taken for ours while it had no name may turn out to be somebody else's.
+        others = [other.tag for other in self.tickets if other is not ticket]
+        found = self.watch.children(ticket.engine_ids)
+        return [trace for trace in found if not any(tag in trace.request_id for tag in others)]
 
     # States ---------------------------------------------------------------------------------------
 

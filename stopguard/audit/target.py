@@ -9,15 +9,16 @@ class (or its module) has an attribute `observer`, called as `(control, clock, m
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 import msgspec
 
 from stopguard.audit.world import Answer
-from stopguard.engines import AbortReply, Identity
-from stopguard.engines.registry import GROUP
+from stopguard.engines import AbortReply, EngineUnreachable, Identity, RouteAnswer
+from stopguard.engines.recognition import recognise
+from stopguard.engines.registry import AUTO, GROUP
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import EngineGauges, Evidence
 from stopguard.probe import wire
@@ -70,6 +71,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     sees_events: bool = False
     #: It can abort by id, other than by closing the connection.
     abort_door: bool = False
+    #: Ids can be aborted here, though not those of requests as `place` sends them: what an unknown id is told
+    #: can be asked.
+    id_door: bool = False
     #: An abort also reaches live requests whose ids only begin like the given one.
     matches_by_prefix: bool = False
     features: Mapping[str, Mapping[str, Any]] = {}
@@ -197,7 +201,6 @@ class PlainObserver:
 
 
 Maker = Callable[[Control, Callable[[], float], TargetModel], Observer]
-Recogniser = Callable[[Control], Awaitable[bool]]
 
 
 def _adapters(given: Iterable[EntryPoint] | None) -> dict[str, EntryPoint]:
@@ -220,38 +223,47 @@ async def make_observer(
 ) -> Observer:
     """The observer for `kind`; with `auto`, the one that recognises the engine (else the plain one).
 
-    An adapter's `observer` may have a coroutine `recognises(control) -> bool` and may take `observe`
-    (probe, metrics or log; empty: its best). Raises `ConfigurationError` for a kind that cannot be had.
+    Who recognises it is decided as for the gateway (`stopguard.engines.recognition`). An adapter's `observer` may take
+    `observe` (probe, metrics or log; empty: its best). Raises `ConfigurationError` for a kind that cannot be had.
     """
-    from stopguard.audit.reference import ReferenceObserver, recognises  # noqa: PLC0415 (it needs this module)
+    from stopguard.audit.reference import ReferenceObserver  # noqa: PLC0415 (it needs this module)
 
     found = _adapters(adapters)
-    if kind == "ref" or (kind == "auto" and await recognises(control)):
+    if kind == AUTO:
+        kind = await _recognised(control, found)
+    if kind == "ref":
         return ReferenceObserver(control, clock, model, observe)
-    if kind == "auto":
-        for name in sorted(found):
-            maker = _load(found[name], optional=True)
-            check: Recogniser | None = getattr(maker, "recognises", None)
-            if maker is not None and check is not None and await check(control):
-                return _made(maker, observe, control, clock, model)
-    if kind in {"openai", "auto"}:
+    if kind == "openai":
         if observe:
             raise ConfigurationError(f"--observe {observe}: nothing can be observed of an engine without an adapter")
         return PlainObserver(control, clock, model)
     if kind not in found:
         raise ConfigurationError(f"no engine kind {kind!r}; there are: auto, {', '.join(observer_kinds(adapters))}")
-    maker = _load(found[kind], optional=False)
+    maker = _load(found[kind])
     if maker is None:
         raise ConfigurationError(f"the adapter {kind} ({found[kind].value}) has no observer: use --engine openai")
     return _made(maker, observe, control, clock, model)
 
 
-def _load(point: EntryPoint, *, optional: bool) -> Any:
+async def _recognised(control: Control, adapters: Mapping[str, EntryPoint]) -> str:
+    """The kind of the engine, or the plain one where no adapter with an observer knows it."""
+
+    async def ask(path: str) -> RouteAnswer:
+        answer = await control("GET", path)
+        headers = {name.lower(): value for name, value in answer.headers.items()}
+        return RouteAnswer(status=answer.status, headers=headers, text=answer.body.decode("utf-8", "replace"))
+
+    try:
+        kind = (await recognise(ask, adapters.values())).kind
+    except EngineUnreachable:
+        return "openai"  # whose first question will say what is wrong
+    return kind if kind == "ref" or (kind in adapters and _load(adapters[kind]) is not None) else "openai"
+
+
+def _load(point: EntryPoint) -> Any:
     try:
         return getattr(point.load(), "observer", None)
     except Exception as error:
-        if optional:
-            return None
         raise ConfigurationError(
             f"the adapter {point.name} ({point.value}) cannot be used: {type(error).__name__}: {error}"
         ) from error

@@ -167,7 +167,7 @@ def test_a_request_is_found_by_its_id(open_page: Open, healthy: Rig, client: Cli
     expect_text(page.locator("#detail-body"), "OPEN")
 
 
-def test_the_next_request_opens_although_the_last_one_just_closed(open_page: Open, healthy: Rig, client: Client) -> None:
+def test_the_next_request_opens_while_the_last_one_closes(open_page: Open, healthy: Rig, client: Client) -> None:
     page = open_page(healthy.admin)
     row(page, client.id).get_by_role("button", name=f"Open {client.id}").click()
     expect_text(page.locator("#detail-body"), "OPEN")

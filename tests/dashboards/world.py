@@ -23,6 +23,7 @@ from dashboards.rules import to_yaml
 from stopguard.ledger import EngineGauges, Reconciliation, reconcile
 from stopguard.refengine import EngineConfig
 from stopguard.stops import StopConfig
+from stopguard.telemetry.preemption import PreemptionNumbers
 from stopguard.testing.plan import Ending, StormPlan, plan_storm
 from stopguard.testing.storm import StormConfig
 from tests.unit.telemetry.helpers import WatchedStorm
@@ -73,6 +74,8 @@ class LiveStorm(WatchedStorm):
         self.compared: dict[str, Reconciliation] = {}
         self.telemetry.reconciliations = lambda: self.compared
         self.telemetry.healthy = lambda _: name != "down"
+        self.telemetry.preemption = self._preemption
+        self.telemetry.probes = self._probes
         self.done = False
         self._gap_at = 5.0
         step = self.engine.step
@@ -83,6 +86,25 @@ class LiveStorm(WatchedStorm):
             return result
 
         self.engine.step = watched_step  # type: ignore[method-assign]
+
+    def _preemption(self) -> PreemptionNumbers:
+        """A storm has no classes: numbers that grow with it stand for what a gateway would say."""
+        steps = self.engine.gauges().steps_total
+        return PreemptionNumbers(
+            away_seconds={self.profile.name: steps / 100},
+            longest_away_seconds=1.5,
+            victims={("background", "kv"): steps // 50, ("standard", "places"): steps // 200},
+            refusals={"guard": steps // 400, "grammar": steps // 100},
+            queued={"background": 3, "standard": 1, "urgent": 0},
+            recomputed_share=0.02,
+            lowered=steps // 300,
+            hopeless=steps // 500,
+        )
+
+    def _probes(self) -> dict[str, tuple[int, int, int, int]]:
+        """One probe, which has a gap now and then where that is what the world shows."""
+        gaps = self.telemetry.probe_gaps[self.profile.name]
+        return {self.profile.name: (1, gaps % 2, gaps, 10 * gaps + self.engine.gauges().steps_total // 100)}
 
     def live_until(self, seconds: float) -> None:
         """Let virtual time follow real time."""

@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TARGETS = ["help", "demo", "test", "check", "format", "bench", "compiled", "docs", "constraints", "clean", "distclean"]
+TARGETS = [
+    *("help", "demo", "demo-vllm", "demo-engine", "engines", "test", "check", "format", "bench", "compiled", "docs"),
+    *("constraints", "clean", "distclean"),
+]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",

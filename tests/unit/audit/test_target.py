@@ -11,6 +11,7 @@ from stopguard.audit.reference import ReferenceObserver
 from stopguard.audit.runner import find_model
 from stopguard.audit.target import PlainObserver, TargetModel, make_observer, observer_kinds
 from stopguard.audit.world import Answer
+from stopguard.engines import EngineFacts
 from stopguard.engines.registry import GROUP
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import Evidence
@@ -21,19 +22,28 @@ MODEL = TargetModel(name="m")
 
 
 class Recognised(PlainObserver):
-    """An adapter's observer that knows its engine."""
-
-    @staticmethod
-    async def recognises(control: Any) -> bool:
-        return bool((await control("GET", "/mine")).status == 200)
+    """An adapter's observer."""
 
 
 class Adapter:
     observer = Recognised
+    fingerprint_paths = ("/mine",)
+
+    @staticmethod
+    def recognises(facts: EngineFacts) -> bool:
+        return facts.status("/mine") == 200
 
 
 class Blind:
     """An adapter without an observer."""
+
+
+class RecognisedAndBlind(Blind):
+    fingerprint_paths = ("/mine",)
+
+    @staticmethod
+    def recognises(facts: EngineFacts) -> bool:
+        return facts.status("/mine") == 200
 
 
 def point(name: str, value: str) -> EntryPoint:
@@ -56,8 +66,12 @@ async def test_auto_asks_who_recognises_the_engine() -> None:
     adapters = (point("blind", "Blind"), point("broken", "Nothing"), point("mine", "Adapter"))
     assert type(await made("auto", Control(mine=Answer(status=200)), *adapters)) is Recognised
     assert type(await made("auto", Control(), *adapters)) is PlainObserver
-    reference = Answer(status=200, headers={"x-reference-engine": "any"})
-    assert type(await made("auto", Control(ref_health=reference), *adapters)) is ReferenceObserver
+    reference = Answer(status=200, headers={"X-Reference-Engine": "any"})
+    ref = EntryPoint(name="ref", value="stopguard_refengine.adapter:ReferenceEngineAdapter", group=GROUP)
+    control = Control(v1_models=reference, ref_gauges=reference)
+    assert type(await made("auto", control, *adapters, ref)) is ReferenceObserver
+    blind = (point("blind", "RecognisedAndBlind"),)
+    assert type(await made("auto", Control(mine=Answer(status=200)), *blind)) is PlainObserver
 
 
 async def test_a_kind_by_name_or_what_is_wrong_with_it() -> None:

@@ -10,6 +10,7 @@ from stopguard.ledger import (
     Reconciliation,
     RequestLedgers,
     reconcile,
+    reconcile_inside,
 )
 
 A = Account
@@ -117,3 +118,36 @@ def test_only_a_lasting_difference_is_persistent() -> None:
 def test_a_reconciler_that_looks_at_nothing() -> None:
     with pytest.raises(ValueError, match="at least once"):
         Reconciler(confirmations=0)
+
+
+def test_inside_what_is_held_aside_may_be_counted_or_not() -> None:
+    requests = [request("a", held=3), request("b", A.QUEUE_PAUSED), request("c", A.QUEUE_TRANSFERRING)]
+    for waiting in (0, 1, 2):
+        assert reconcile_inside(requests, EngineGauges(at=2.0, running=1, waiting=waiting, blocks_used=3)).agrees
+    assert lines(reconcile_inside(requests, EngineGauges(at=2.0, running=1, waiting=3)))[0] == (
+        "queue places ours 3 theirs 4 +1 -0"
+    )
+    assert lines(reconcile_inside(requests, EngineGauges(at=2.0, running=0, waiting=0)))[0] == (
+        "queue places ours 1 theirs 0 +0 -1"
+    )
+
+
+def test_inside_several_may_hold_one_block() -> None:
+    requests = [request("a", held=3), request("b", held=3)]
+    assert reconcile_inside(requests, EngineGauges(at=2.0, blocks_used=4)).agrees, "a prefix that they share"
+    more = reconcile_inside(requests, EngineGauges(at=2.0, blocks_used=8))
+    assert lines(more)[1] == "kv blocks ours 6 theirs 8 +2 -0"
+    none = reconcile_inside(requests, EngineGauges(at=2.0, blocks_used=0))
+    assert lines(none)[1] == "kv blocks ours 6 theirs 0 +0 -6"
+
+
+def test_inside_what_the_counters_have_is_held_as_well() -> None:
+    one = request("a")
+    one.blocks_taken += 5
+    assert one.balances[A.KV_HELD] == 0
+    assert reconcile_inside([one], EngineGauges(at=2.0, blocks_used=5)).agrees
+
+
+def test_inside_names_are_worth_more_than_numbers() -> None:
+    result = reconcile_inside([request("a")], EngineGauges(at=2.0, running=1, waiting=0), ("x",), ("a",))
+    assert lines(result)[0] == "queue places ours 1 theirs 1 +1['x'] -1['a']"

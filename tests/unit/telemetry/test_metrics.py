@@ -12,6 +12,7 @@ from stopguard.ledger import Account, EngineGauges, Evidence, reconcile
 from stopguard.probe.wire import Frame
 from stopguard.stops import AbortAnswer, Semantics, Source, StopCause, preemptions
 from stopguard.telemetry import CATALOGUE
+from stopguard.telemetry.preemption import PreemptionNumbers
 from tests.unit.telemetry.helpers import BLIND, PROBED, Edge, Samples, present, run_storm, samples, value
 
 ACCEPT_OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
@@ -20,7 +21,44 @@ ACCEPT_OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;ver
 @pytest.fixture(scope="module")
 def storm_samples() -> tuple[object, Samples]:
     storm = run_storm()
+    storm.telemetry.preemption = lambda: PREEMPTION
     return storm, samples(storm.telemetry.render()[0])
+
+
+PREEMPTION = PreemptionNumbers(
+    away_seconds={"alpha": 2.5},
+    longest_away_seconds=1.5,
+    victims={("background", "kv"): 3, ("standard", "places"): 1},
+    refusals={"guard": 2, "grammar": 4, "no engine has room": 1, "cool_down": 5},
+    queued={"background": 7, "urgent": 0},
+    guard_closed=True,
+    recomputed_share=0.12,
+    lowered=6,
+    hopeless=8,
+)
+
+
+def test_preemption_comes_out_in_numbers_and_what_ways_say_is_folded(storm_samples: tuple[object, Samples]) -> None:
+    _, found = storm_samples
+    assert value(found, "stopguard_preempted_seconds_total", engine="alpha") == 2.5
+    assert value(found, "stopguard_parked_longest_seconds") == 1.5
+    victims = {"class": "background", "pressure": "kv"}
+    assert value(found, "stopguard_preemption_victims_total", **victims) == 3
+    assert value(found, "stopguard_preemption_refusals_total", reason="guard") == 2
+    assert value(found, "stopguard_preemption_refusals_total", reason="inexact") == 5
+    assert value(found, "stopguard_preemption_refusals_total", reason="too_often") == 0
+    assert value(found, "stopguard_queued_requests", **{"class": "background"}) == 7
+    assert value(found, "stopguard_preemption_guard_closed") == 1
+    assert value(found, "stopguard_preemption_recomputed_ratio") == 0.12
+    assert value(found, "stopguard_classes_lowered_total") == 6
+    assert value(found, "stopguard_hopeless_deadlines_total") == 8
+
+
+def test_without_classes_there_is_nothing_about_them() -> None:
+    found = samples(run_storm(requests=10).telemetry.render()[0])
+    assert not any(
+        name.startswith(("stopguard_preemption_", "stopguard_queued", "stopguard_parked")) for name, _ in found
+    )
 
 
 def test_a_storm_comes_out_as_its_books_say() -> None:
@@ -227,6 +265,23 @@ def test_series_are_there_at_zero_before_anything_happens() -> None:
     assert value(found, "stopguard_probe_gaps_total", engine="alpha") == 0
 
 
+def test_what_an_engine_says_of_itself() -> None:
+    edge = Edge()
+    assert not [name for name, _ in edge.samples() if name == "stopguard_engine_info"]
+    edge.telemetry.identities = lambda: {"alpha": ("some", "1.2" + "x" * 100)}
+    version = "1.2" + "x" * 61
+    assert value(edge.samples(), "stopguard_engine_info", engine="alpha", kind="some", version=version) == 1
+
+
+def test_probes_are_counted_by_whoever_listens_for_them() -> None:
+    edge = Edge()
+    edge.telemetry.probes = lambda: {"alpha": (2, 1, 5, 7)}
+    found = edge.samples()
+    assert value(found, "stopguard_probes", engine="alpha") == 2
+    assert value(found, "stopguard_probes_in_gap", engine="alpha") == 1
+    assert value(found, "stopguard_probe_frames_dropped_total", engine="alpha") == 7
+
+
 def test_labels_are_those_of_the_catalogue(storm_samples: tuple[object, Samples]) -> None:
     _, found = storm_samples
     by_name = {re.sub(r"_(bucket|count|sum)$", "", name): pairs for name, pairs in found}
@@ -242,7 +297,11 @@ def test_labels_are_those_of_the_catalogue(storm_samples: tuple[object, Samples]
             "stopguard_orphans",
             "stopguard_phantoms",
             "stopguard_engine_up",
+            "stopguard_engine_info",
             "stopguard_engine_step_seconds",
+            "stopguard_probes",
+            "stopguard_probes_in_gap",
+            "stopguard_probe_frames_dropped_total",
         ):
             assert seen, metric.name
         for labels in seen:
