@@ -283,6 +283,19 @@ ENGINES = Dashboard(
                     queries=(Query(f"sum by (engine) ({pick('stopguard_requests')})", "{{engine}}"),),
                 ),
                 Panel(
+                    title="Kinds and versions",
+                    description="What each engine says it is; absent until it has answered.",
+                    unit="short",
+                    kind="stat",
+                    width=8,
+                    queries=(
+                        Query(
+                            f"max by (engine, kind, version) ({pick('stopguard_engine_info', ENGINE)})",
+                            "{{engine}}: {{kind}} {{version}}",
+                        ),
+                    ),
+                ),
+                Panel(
                     title="Step time",
                     description="The engine's measured step, a moving average.",
                     unit="s",

@@ -42,9 +42,9 @@ __all__ = ["ABORT_DOOR", "DeepInferAdapter", "DeepInferGauges"]
 
 ABORT_DOOR: Final = Door(name="abort", kind=DoorKind.CALL, worth=Evidence.ACCEPTED)
 GAUGES_PATH: Final = "/deepinfer/gauges"
-_GAUGE_SECONDS: Final = 0.05
-#: A prefill step: how long to wait until the scheduler has its sequences in a queue again.
-_TRY_AGAIN_SECONDS: Final = 0.02
+_GAUGE_SECONDS: Final = 0.1
+#: Some prefill steps: until the scheduler may have the sequences in a queue again.
+_TRY_AGAIN_SECONDS: Final = 0.05
 
 
 class DeepInferGauges(msgspec.Struct):
@@ -83,8 +83,9 @@ class DeepInferAdapter(OpenAIEngine):
             # Asking comes before closing: a face that aborts once for a client that left may be told 0, and rest.
             doors=(ABORT_DOOR, CLOSE_CONNECTION),
             best_evidence=Evidence.GAUGE,
-            # A prefill step in flight hides the request; it is over in some steps at most.
-            retry=RetryPolicy(tries_per_door=40, first_wait_seconds=_TRY_AGAIN_SECONDS, factor=1.2, tries=60),
+            # A prefill hides the request from an abort for some steps, mostly less than a second. Not oftener: each knock
+            # waits for its turn between two steps, and a storm of them would keep the gauges from being read.
+            retry=RetryPolicy(tries_per_door=10, first_wait_seconds=0.1, factor=1.4, tries=16),
         )
         self.placement = IdPlacement(header="X-Request-Id")
         self.control_paths = frozenset({"/abort", GAUGES_PATH})

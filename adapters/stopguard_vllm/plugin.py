@@ -133,6 +133,8 @@ def _attach_core(core: Any) -> CoreProbe | None:
 
     def before_request(*arguments: Any) -> bool:
         commands.run()
+        if probe.parked and not core.is_running():
+            commands.give_back()  # a draining shutdown wakes the core by a request, and has to see them
         return True
 
     def after_request(*arguments: Any) -> None:
@@ -140,13 +142,6 @@ def _attach_core(core: Any) -> CoreProbe | None:
             probe.flush()
 
     hooks.around(core, "_handle_client_request", before_request, after_request)
-    if callable(getattr(core, "_handle_shutdown", None)):
-
-        def before_shutdown() -> None:
-            if probe.parked and not core.is_running():
-                commands.give_back()
-
-        hooks.around(core, "_handle_shutdown", before_shutdown, None)
     _hear_aborts(core, probe, hooks)
     sender.describe(hooks_attached=tuple(hooks.attached), hooks_missing=absent)
     sender.start()

@@ -207,6 +207,7 @@ class SchedulerProbe:
                 self._events.append(wire.TokensDropped(internal, at, dropped, stale=True))
             if in_flight > 0:
                 self._owed[internal] = (max(0, owed - dropped), in_flight)
+            self.urgent = True  # books wait for it, and no further step may follow
 
     # ---- requests end, and lose their room --------------------------------------------------------------
 
@@ -340,6 +341,7 @@ class SchedulerProbe:
                 waiting.append((blocks, internal, count))
             elif count:
                 self._events.append(wire.BlocksReturned(internal, at, count, fenced=True))
+                self.urgent = True
 
     # ---- frames ---------------------------------------------------------------------------------------------
 

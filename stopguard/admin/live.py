@@ -220,13 +220,13 @@ class LiveView:
         """On the relay's loop. A request that ends while its turn comes is `already`."""
         gateway = self._gateway
         taken: list[StopTaken] = []
-        ids = wanted.ids or [exchange.request_id for exchange in self._chosen(wanted)]
+        ids = wanted.ids or list(self._chosen(wanted))
         for number, request_id in enumerate(ids, start=1):
-            exchange = gateway.registry.alive.get(request_id)
-            if exchange is None:
+            tracked = self._alive(request_id)
+            if tracked is None:
                 known = self.find_closed(request_id) is not None or not wanted.ids
                 taken.append(StopTaken(request_id=request_id, result="already" if known else "unknown"))
-            elif exchange.tracked.muted or exchange.tracked.machine.engine is Engine.FINISHED:
+            elif tracked.muted or tracked.machine.engine is Engine.FINISHED:
                 taken.append(StopTaken(request_id=request_id, result="already"))
             else:
                 cause = StopCause(
@@ -236,13 +236,29 @@ class LiveView:
                     observed_at=monotonic(),
                     actor=wanted.actor,
                 )
-                gateway.stop(exchange.tracked, cause)
+                gateway.stop(tracked, cause)
                 taken.append(StopTaken(request_id=request_id, result="stopping"))
             if number % _STOPS_A_TURN == 0:
                 await asyncio.sleep(0)
         return taken
 
-    def _chosen(self, wanted: StopWanted) -> Iterator[Exchange]:
+    def _alive(self, request_id: str) -> Tracked | None:
+        """A request of ours that is alive, or one that is only watched (then its probe can stop it)."""
+        exchange = self._gateway.registry.alive.get(request_id)
+        if exchange is not None:
+            return exchange.tracked
+        return self._controller.tracked.get(request_id) if self._only_watches else None
+
+    @property
+    def _only_watches(self) -> bool:
+        return self._gateway.probing is not None and self._gateway.probing.bystander
+
+    def _chosen(self, wanted: StopWanted) -> Iterator[str]:
+        if self._only_watches:
+            for tracked in self.open_requests():
+                ledgers = tracked.ledgers
+                if wanted.everything or wanted.model == ledgers.model or wanted.engine == ledgers.engine:
+                    yield tracked.request_id
         for exchange in self._gateway.registry.exchanges():
             ledgers = exchange.tracked.ledgers
             if (
@@ -251,7 +267,7 @@ class LiveView:
                 or (wanted.model and wanted.model in (exchange.asked_model, ledgers.model))
                 or (wanted.engine and ledgers.engine == wanted.engine)
             ):
-                yield exchange
+                yield exchange.request_id
 
     # ---- comparing with the engines' gauges ----------------------------------------------------------
 

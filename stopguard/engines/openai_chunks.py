@@ -109,7 +109,9 @@ class ChunkReader:
             raise UnreadableChunk("a chunk is no JSON object")
         if event.get("error") or event.get("object") == "error":
             return [Piece(event=event, error=_error_text(event))]
-        piece = Piece(usage=usage_of(event), event=event)
+        usage = usage_of(event)
+        # These routes are asked for it exactly as the client asked: what they show it shall see.
+        piece = Piece(usage=usage, shows_usage=usage is not None, event=event)
         choices = event.get("choices")
         if choices:
             if len(choices) != 1 or choices[0].get("index", 0) != 0:

@@ -143,7 +143,7 @@ class Piece(msgspec.Struct, kw_only=True, gc=False):
     """What stands beside the finish reason and belongs to it (`stop_reason`, `matched_stop`)."""
     usage: EngineUsage | None = None
     shows_usage: bool = False
-    """This engine shows the usage to every client, asked or not."""
+    """The client shall see the usage although it did not ask for it, since this engine shows it to everybody."""
     prompt_ids: Sequence[int] | None = None
     position: int | None = None
     event: Json | None = None

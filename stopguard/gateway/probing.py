@@ -137,7 +137,8 @@ class Probing:
         self._gateway = gateway
         self._settings = settings
         self._kinds = kinds
-        self._bystander = bystander
+        #: Requests do not pass through us.
+        self.bystander = bystander
         self._engines = {member.engine.name: _EngineProbes() for member in gateway.fleet.members}
         #: Which process has (or had) each part, by request: kept until its books are closed.
         self._homes: dict[str, dict[str, Source]] = {}
@@ -170,7 +171,7 @@ class Probing:
             if each.gone_timer is not None:
                 each.gone_timer.cancel()
                 each.gone_timer = None
-            if self._bystander:
+            if self.bystander:
                 self._carry_out(lost_sight(self._gateway.controller, name, at, "watch_ended"), at)
 
     # ---- for others --------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ class Probing:
         """One step of one engine."""
         frame = _in_our_time(source, frame)
         if frame.events:
-            if self._bystander:
+            if self.bystander:
                 self._stand_by(source, frame, at)
             self._carry_out(observe_frame(self._gateway.controller, source.engine, at, frame), at)
             for event in frame.events:
@@ -346,7 +347,7 @@ class Probing:
         """Everything that one process has now."""
         engine, controller = source.engine, self._gateway.controller
         if gap_since is not None:
-            if self._bystander:
+            if self.bystander:
                 for row in snapshot.requests:
                     self._open(engine, row.parent_id or row.request_id, at)
 
@@ -408,7 +409,7 @@ class Probing:
         complete = bool(seeing) and ranks >= set(range(max(source.hello.ranks for source in seeing)))
         aborts = complete and self.can(name, "abort")
         member.inside = partial(_from_inside, aborts=aborts) if complete else None
-        if self._bystander and complete:
+        if self.bystander and complete:
             member.inside = lambda base: bystander_profile(base.name)
         member.take_profile()
         if complete and each.gone_timer is not None:
@@ -416,7 +417,7 @@ class Probing:
             each.gone_timer = None
         if complete != each.raised:
             each.raised = complete
-            if complete and self._bystander:
+            if complete and self.bystander:
                 for source in seeing:  # what they said before was not booked
                     self.collector.doubt(source, monotonic())
             best = member.profile.best_evidence.label
@@ -430,7 +431,7 @@ class Probing:
             return
         at, controller, name = monotonic(), self._gateway.controller, member.engine.name
         logger.warning("engine %s: its probe did not come back; its requests are judged without it", name)
-        if self._bystander:
+        if self.bystander:
             self._carry_out(lost_sight(controller, name, at, "probe_lost"), at)
         else:
             self._carry_out(probe_lost(controller, name, at, member.profile), at)

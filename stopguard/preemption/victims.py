@@ -68,7 +68,7 @@ def candidate_of(
     output = output_tokens(tracked)
     context = claim.prompt_tokens + output
     ledgers = tracked.ledgers
-    held = ledgers.blocks_taken - ledgers.blocks_returned if tracked.probed else -(-context // max(1, block_tokens))
+    held = ledgers.blocks_held if tracked.probed else -(-context // max(1, block_tokens))
     kept = max(0, held - max(1, blocks_needed)) if prefix_cache else 0
     allowed = claim.max_tokens if claim.max_tokens is not None else output + settings.assumed_tokens
     return Candidate(

@@ -92,3 +92,56 @@ def test_llamacpp_is_killed_and_another_one_goes_on() -> None:
         assert after.usage[-1:] == before.usage[-1:]
     # Side by side and alone an engine rounds differently: one may part at a tie, most may not.
     assert sum(before.text == after.text for before, after in zip(quiet, answers, strict=True)) >= len(answers) - 2
+
+
+@pytest.mark.timeout(600)
+def test_llamacpp_clients_that_leave_while_their_streams_are_between_two_incarnations() -> None:
+    """During the preemption, while parked, during the resumption, just after: nothing is left at the engine or here."""
+
+    async def one(cutter: Cutter, number: int) -> None:
+        (trial,) = trials_for("llamacpp", "tiny", 1, logprobs=False, seed=100 + number)
+        asking = asyncio.create_task(cutter.ask(trial.path, {**trial.body, "max_tokens": 2000}))
+        name = f"asked-{cutter.asked + 1}"
+        found: list[LedgeredExchange] = []
+        while not found:
+            await asyncio.sleep(0.001)
+            alive = [each for each in cutter.gateway.registry.exchanges() if isinstance(each, LedgeredExchange)]
+            mine = [each for each in alive if each.head.alias == name]
+            found = [each for each in mine if each.transcript is not None and each.transcript.tokens > 5]
+        tracked = found[0].tracked
+        window = number % 4
+        cutter.order(tracked)
+        preempting = asyncio.create_task(cutter.way.preempt(tracked))
+        if window == 0:
+            asking.cancel()
+        await preempting
+        if window == 1:
+            asking.cancel()
+        resuming = asyncio.create_task(cutter.way.resume(tracked))
+        if window == 2:
+            await asyncio.sleep(0.0005 * number)
+            asking.cancel()
+        await resuming
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        async with asyncio.timeout(30.0):
+            while tracked.request_id in cutter.gateway.controller.tracked:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def main(url: str) -> tuple[int | None, int | None]:
+        engine = create("llamacpp", "llamacpp", url)
+        async with narrow_wire(url) as wire, cutting([create("llamacpp", "llamacpp", wire)]) as cutter:
+            for number in range(24):
+                await one(cutter, number)
+            assert not cutter.way.parked
+            await engine.identify()
+            gauges = await engine.gauges()
+            await engine.aclose()
+        assert gauges is not None
+        return gauges.running, gauges.waiting
+
+    with (
+        rig.start(rig.recipe_of("llamacpp"), options=OPTIONS["llamacpp"]) as server,
+        asyncio.Runner(loop_factory=loop_factory()) as runner,
+    ):
+        assert runner.run(main(server.url)) == (0, 0)

@@ -149,7 +149,7 @@ class Cutter:
         self.plans: dict[str, list[int]] = {}
         self.answers: dict[str, Answer] = {}
         self._cutting: dict[str, asyncio.Task[bool]] = {}
-        self._asked = 0
+        self.asked = 0
 
     @property
     def url(self) -> str:
@@ -220,8 +220,8 @@ class Cutter:
     ) -> Answer:
         """Stream one request; after each of `cut_after` tokens it is preempted and resumed."""
         answer = Answer()
-        self._asked += 1
-        name = f"asked-{self._asked}"
+        self.asked += 1
+        name = f"asked-{self.asked}"
         self.answers[name] = answer
         self.plans[name] = sorted(cut_after, reverse=True)
         sent = {"X-Request-Id": name, **(headers or {})}

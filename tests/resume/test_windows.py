@@ -205,6 +205,31 @@ def test_a_stream_cut_before_its_second_mark_is_run_again_from_its_prompt() -> N
     run(main())
 
 
+def test_usage_that_the_engine_shows_to_everybody_is_shown_after_a_cut_as_well() -> None:
+    async def main() -> None:
+        async with resumable() as setup:
+            client = await setup.client()
+            await client.ask(stream=True, temperature=0)
+            first = await setup.engines[0].next()
+            first.begin_stream()
+            send(first, ROLE, chunk([10], "a"))
+            await client.until(b'"a"')
+            tracked = next(iter(setup.gateway.controller.tracked.values()))
+            await park(setup, tracked)
+            resuming = asyncio.create_task(way(setup).resume(tracked))
+            second = await setup.engines[0].next()
+            second.begin_stream()
+            usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+            send(second, ROLE, chunk([10], "a"), {**chunk([11], "b", "stop"), "usage": usage})
+            assert isinstance(await resuming, Running)
+            second.end_stream()
+            received = await client.until(b"\r\n0\r\n\r\n")
+            assert b'"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}' in received
+            await settled(setup)
+
+    run(main())
+
+
 def test_another_token_ends_the_stream_with_an_error_and_without_doubtful_text() -> None:
     async def main() -> None:
         async with resumable() as setup:

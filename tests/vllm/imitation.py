@@ -225,9 +225,6 @@ class Core:
         elif request_type == "abort":
             self.scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
 
-    def _handle_shutdown(self) -> bool:
-        return self.runs
-
 
 class Sink:
     """Keeps what a sender would send, and gives the commands that a test has put in."""

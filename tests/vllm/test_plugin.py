@@ -128,10 +128,8 @@ def test_an_abort_with_two_steps_under_way_waits_for_both() -> None:
     rig.abort(ID)
     sampled = SimpleNamespace(sampled_token_ids=[[7]], req_id_to_index={ID: 0})
     rig.scheduler.update_from_output(first, sampled)
-    rig.probe.flush()
     assert balance(rig.sink.events)[ID] == (0, 1)
-    rig.scheduler.update_from_output(second, sampled)
-    rig.probe.flush()
+    rig.scheduler.update_from_output(second, sampled)  # the last step of all: nothing after it would send its events
     assert balance(rig.sink.events)[ID] == (0, 0)
 
 
@@ -550,7 +548,7 @@ def test_a_core_is_attached_and_woken_for_commands(monkeypatch: pytest.MonkeyPat
         core._handle_client_request("wake", None)
         assert list(attached.probe.parked) == [ID]
         core.runs = False
-        core._handle_shutdown()
+        core._handle_client_request("wake", None)
         assert not attached.probe.parked  # a drain has to see it
         core.aborts_queue.put_nowait([ID])
         attached.failed("schedule")

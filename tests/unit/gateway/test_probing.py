@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stopguard.admin.live import LiveView
+from stopguard.admin.view import StopWanted
 from stopguard.engines import OpenAIEngine
 from stopguard.gateway.inside_way import InsideWay
 from stopguard.gateway.probing import ProbeSettings, Probing
@@ -379,6 +380,23 @@ async def test_requests_that_were_there_before_are_taken_in_by_the_snapshot() ->
         assert "delivered 5" in tracked.ledgers.describe(Ledger.OUTPUT)
         await one.say(probe, 18, wire.Finished("a", 1.0, "stop"), wire.BlocksReturned("a", 1.0, 3), _gone("a"))
         assert tracked.ledgers.closed_at is not None
+        await probe.close()
+
+
+@pytest.mark.parametrize("wanted", [{"ids": ("a",)}, {"everything": True}, {"engine": "e0"}])
+async def test_what_is_only_watched_can_be_stopped_by_the_admin(wanted: dict[str, Any]) -> None:
+    async with watching() as one:
+        probe = await one.probe()
+        await one.until(lambda: one.member.profile.probed)
+        await one.say(probe, 1, wire.Added("a", 1.0, 7))
+        view = LiveView(one.gateway, None, asyncio.get_running_loop())
+        assert [(taken.request_id, taken.result) for taken in await view.stop(StopWanted(**wanted))] == [
+            ("a", "stopping")
+        ]
+        command = await probe.hear(wire.Command)
+        assert (command.action, command.request_id) == ("abort", "a")
+        assert (await view.stop(StopWanted(ids=("b",))))[0].result == "unknown"
+        assert not await view.stop(StopWanted(engine="other"))
         await probe.close()
 
 
