@@ -74,6 +74,7 @@ class LiveStorm(WatchedStorm):
         self.compared: dict[str, Reconciliation] = {}
         self.telemetry.reconciliations = lambda: self.compared
         self.telemetry.healthy = lambda _: name != "down"
+        self.telemetry.identities = lambda: {self.profile.name: ("ref", "1")}
         self.telemetry.preemption = self._preemption
         self.telemetry.probes = self._probes
         self.done = False

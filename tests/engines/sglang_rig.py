@@ -124,5 +124,5 @@ def describe(closed: Closed) -> str:
     """Everything that its books say, for a failed assertion."""
     at = closed.ledgers.last_at
     leaks = closed.ledgers.leaks or []
-    story = [f"{mark.at - closed.ledgers.opened_at:.3f} {mark.text}" for mark in closed.ledgers.marks]
+    story = [f"{at - closed.ledgers.opened_at:.3f} {text}" for at, text in closed.ledgers.marks]
     return "\n".join([str(closed), f"{len(leaks)} leaks", *(leak.describe(at) for leak in leaks[:8]), *story])
