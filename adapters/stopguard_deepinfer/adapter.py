@@ -83,8 +83,8 @@ class DeepInferAdapter(OpenAIEngine):
             # Asking comes before closing: a face that aborts once for a client that left may be told 0, and rest.
             doors=(ABORT_DOOR, CLOSE_CONNECTION),
             best_evidence=Evidence.GAUGE,
-            # A prefill hides the request from an abort for some steps, mostly less than a second. Not oftener: each knock
-            # waits for its turn between two steps, and a storm of them would keep the gauges from being read.
+            # A prefill hides the request from an abort for some steps, mostly less than a second. Not oftener: each
+            # knock waits for its turn between two steps, and a storm of them keeps the gauges from being read.
             retry=RetryPolicy(tries_per_door=10, first_wait_seconds=0.1, factor=1.4, tries=16),
         )
         self.placement = IdPlacement(header="X-Request-Id")

@@ -237,7 +237,8 @@ def test_a_storm_of_200_is_accounted_for(proved: ProbedSubject) -> None:
     assert not bad, "\n".join(describe(each) for each in bad[:5])
     stopped = [each for each in closed if each.stop.semantics == "cancel" and each.stop.outcome == "confirmed"]
     assert len(stopped) > 50
-    unproved = [each for each in stopped if each.evidence is not Evidence.PROBE]
+    # One that left before the API process had read it never came to a scheduler, which can say nothing of it.
+    unproved = [each for each in stopped if each.evidence is not Evidence.PROBE and _came_to_a_scheduler(each)]
     assert not unproved, "\n".join(describe(each) for each in unproved[:5])
     stops = [each.stop for each in stopped]
     taken = sorted(
@@ -484,6 +485,10 @@ def _seconds(closed: Closed) -> float:
     stop = closed.stop
     end = stop.released_at or stop.acked_at or closed.ledgers.last_at
     return end - stop.observed_at
+
+
+def _came_to_a_scheduler(closed: Closed) -> bool:
+    return any("the scheduler has" in text for _, text in closed.ledgers.marks)
 
 
 async def _totals(subject: ProbedSubject) -> tuple[int, int, int]:
