@@ -22,9 +22,8 @@ closed without being proved, and are recorded as such: an engine of which nothin
 overdue request is written off after `StopConfig.write_off_seconds`, so that a leaking engine cannot
 fill the book.
 
-Beside it stand three modules of functions over a controller: `observations` (what the engine's own
-scheduler says), `gauges` (what can be concluded from aggregate numbers, or from an engine's death) and
-`preemptions`.
+Functions over a controller stand beside it: `observations` (what the engine's own scheduler says),
+`gauges` (what follows from aggregate numbers, or from an engine's death), and `preemptions`.
 """
 
 from __future__ import annotations
@@ -39,14 +38,7 @@ from stopguard.stops.advice import retry_advice
 from stopguard.stops.anomalies import Anomalies
 from stopguard.stops.cause import Semantics, Source, StopCause, prevails
 from stopguard.stops.doors import AbortAnswer, EngineProfile
-from stopguard.stops.effects import (
-    Effect,
-    Knock,
-    Observe,
-    Settled,
-    StopBegan,
-    TellClient,
-)
+from stopguard.stops.effects import Effect, Knock, Observe, Settled, StopBegan, TellClient
 from stopguard.stops.machine import (
     CLIENT_ENDED,
     ENGINE_ENDED,
@@ -255,15 +247,17 @@ class Controller:
         tracked.ledgers.mark(at, f"door {door_name}: {answer.value}")
         if answer is AbortAnswer.GONE and door.worth > Evidence.ACCEPTED:
             return self.acknowledged(tracked, at, door.worth)
+        # Whatever the door said: the request may be gone all the same, and the gauges are who knows.
+        observing = (Observe(profile.name),) if profile.best_evidence is Evidence.GAUGE else NOTHING
         if answer in (AbortAnswer.REFUSED, AbortAnswer.UNKNOWN, AbortAnswer.FAILED):
-            return self.knock_later(tracked, at, retry_after_seconds)
+            return (*self.knock_later(tracked, at, retry_after_seconds), *observing)
         self.grade(tracked, Evidence.SENT if answer is AbortAnswer.SENT else Evidence.ACCEPTED)
         if profile.best_evidence <= Evidence.ACCEPTED:
             if tracked.door_index + 1 < len(profile.doors):
                 tracked.door_index += 1
                 return self._knock(tracked, at)
             return self._unprovable(tracked, at)
-        return (Observe(profile.name),) if profile.best_evidence is Evidence.GAUGE else NOTHING
+        return observing
 
     def stream_ended_by_engine(self, tracked: Tracked, at: float) -> Sequence[Effect]:
         """After an abort the engine itself closed our upstream stream."""

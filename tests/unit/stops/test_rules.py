@@ -24,7 +24,7 @@ from stopguard.stops import (
     engine_died,
     preemptions,
 )
-from tests.unit.stops.scene import ALL_PROFILES, PROBED, RETRY, SILENT, STREAM, Scene, finished, stopped
+from tests.unit.stops.scene import ALL_PROFILES, GAUGED, PROBED, RETRY, SILENT, STREAM, Scene, finished, stopped
 
 EACH_PROFILE = pytest.mark.parametrize("profile", ALL_PROFILES, ids=lambda profile: profile.name)
 
@@ -120,6 +120,13 @@ class TestRule3AnAbortMayBeRefusedLostOrTooEarly:
         assert scene.said(scene.controller.abort_answered(tracked, scene.at, "call", answer, 3.0)) == []
         assert scene.step(102.9) == []
         assert scene.step(103.1) == ["knock 2 at call for r1"]
+
+    @pytest.mark.parametrize("answer", [AbortAnswer.REFUSED, AbortAnswer.UNKNOWN, AbortAnswer.FAILED])
+    def test_whatever_the_door_said_the_gauges_are_asked(self, answer: AbortAnswer) -> None:
+        scene = Scene()
+        tracked = scene.running(GAUGED)
+        scene.leave(tracked)
+        assert scene.said(scene.controller.abort_answered(tracked, scene.at, "call", answer)) == ["observe gauged"]
 
     def test_one_that_came_too_early_is_repeated_at_once(self) -> None:
         scene = Scene()
