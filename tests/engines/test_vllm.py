@@ -329,7 +329,9 @@ def returned(bench: Bench, vllm: rig.RunningEngine, impatient: Probed) -> Iterat
     async def streams() -> list[SocketExchange]:
         asked = [await subject.ask(subject.shape.prompt(subject.number()), tokens=2000) for _ in range(3)]
         for one in asked:
-            await subject.through.wait(lambda one=one: one.reply.events > 2, 60.0)  # type: ignore[misc]
+            reply = one.reply
+            await subject.through.wait(lambda reply=reply: reply.events > 2 or reply.ended, 60.0)  # type: ignore[misc]
+            assert not reply.ended, f"status {reply.status}, {reply.failure}, {reply.errors}"
         return asked
 
     async def ends(asked: list[SocketExchange]) -> tuple[list[Closed], str]:
