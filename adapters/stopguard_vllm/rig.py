@@ -17,7 +17,8 @@ from stopguard.testing import rig, tiny_model
 __all__ = ["RECIPE", "VLLMRecipe"]
 
 MODEL: Final = "tiny"
-POSITIONS: Final = 8192
+POSITIONS: Final = 32_768
+"""Long enough for outputs that outlive a machine that is busy with other things."""
 
 _OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _OPTIONS: Final[dict[str, Any]] = {

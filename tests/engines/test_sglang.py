@@ -260,8 +260,8 @@ def test_a_storm_of_200_is_accounted_for(proved: ProbedSubject) -> None:
 def test_a_preempted_request_goes_on_unchanged(proved: ProbedSubject) -> None:
     async def preempt() -> tuple[str, str, Closed]:
         prompt = proved.shape.prompt(proved.number())
-        alone = await proved.text_of(await proved.ask(prompt, tokens=80))
-        exchange = await proved.ask(prompt, tokens=80)
+        alone = await proved.text_of(await proved.ask(prompt, tokens=400))
+        exchange = await proved.ask(prompt, tokens=400)
         request_id = proved.id_of(exchange)
         await proved.through.wait(lambda: exchange.reply.events > 10, 30.0)
         assert (await proved.order("preempt", request_id)).answer == "applied"
@@ -292,7 +292,7 @@ def test_a_cancel_outlives_a_preemption(proved: ProbedSubject) -> None:
 
 def test_penalties_are_not_preempted(proved: ProbedSubject) -> None:
     async def refused() -> str:
-        exchange = await proved.ask(proved.shape.prompt(proved.number()), tokens=60, fields={"presence_penalty": 0.5})
+        exchange = await proved.ask(proved.shape.prompt(proved.number()), tokens=400, fields={"presence_penalty": 0.5})
         await proved.through.wait(lambda: exchange.reply.events > 3, 30.0)
         answer = await proved.order("preempt", proved.id_of(exchange))
         await proved.text_of(exchange)

@@ -23,11 +23,12 @@ from stopguard.testing.conformance import Conformance, Subject
 from stopguard.testing.conformance.subject import Closed
 from stopguard.testing.staging import STATES
 from stopguard_vllm.rig import RECIPE
-from tests.engines.vllm_rig import Bench, Probed
+from tests.engines.vllm_rig import LONG_TOKENS, Bench, Probed
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STORM = 200
+ATTEMPTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def vllm(bench: Bench) -> Iterator[rig.RunningEngine]:
 @pytest.fixture(scope="module")
 def subject(vllm: rig.RunningEngine) -> Iterator[Subject]:
     """A gateway that knows nothing but what vLLM shows to everybody."""
-    with Subject("vllm", vllm.url, model=vllm.model, slots=16, long_tokens=1900, neighbours=20) as subject:
+    with Subject("vllm", vllm.url, model=vllm.model, slots=16, long_tokens=LONG_TOKENS, neighbours=20) as subject:
         yield subject
 
 
@@ -90,7 +91,13 @@ def _stop(subject: Subject, state: str) -> Closed:
         await staged.release()
         return await closing
 
-    return subject.run(leave)
+    closed = subject.run(leave)
+    for _ in range(ATTEMPTS - 1):
+        if closed.stop.semantics == "cancel" and closed.stop.outcome != "raced_finish":
+            break
+        print(f"{state}: it ended before this busy machine let us leave")
+        closed = subject.run(leave)
+    return closed
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -142,6 +149,11 @@ def test_preempted_inside_held_and_resumed_nothing_is_lost(probed: Probed) -> No
         return alone, await subject.text_of(exchange), answers, await subject.closed_book(request_id)
 
     alone, text, answers, closed = subject.run(preempt)
+    for _ in range(ATTEMPTS - 1):
+        if "gone" not in answers:
+            break
+        print("it ended before this busy machine let us preempt it three times")
+        alone, text, answers, closed = subject.run(preempt)
     assert answers == ["applied"] * 6
     assert text == alone
     assert not closed.ledgers.leaks
@@ -266,20 +278,26 @@ def test_a_client_that_leaves_while_it_is_registered(bench: Bench, subject: Subj
     The window is made long here. Nothing of StopGuard's gateway takes part: the connection is the engine's own.
     """
 
+    name = f"lost-{mended}"
+
     async def leave() -> int:
         await subject.idle()
-        exchange = await subject.direct.open(subject.shape.call("lost", tokens=1900))
+        call = subject.shape.call("lost", tokens=LONG_TOKENS, headers={"X-Request-Id": name})
+        exchange = await subject.direct.open(call)
         await asyncio.sleep(0.5)
         await exchange.leave()
         await asyncio.sleep(1.5)
         gauges = await subject.gauges()
         assert gauges is not None
-        running = gauges.running or 0
+        return gauges.running or 0
+
+    async def clean_up() -> None:
+        await subject.engine.abort(name, "abort_requests", subject.cause())
         await subject.idle()
-        return running
 
     with bench.broken("slow_registration", *([] if mended else ["unmended"])):
         running = subject.run(leave)
+    subject.run(clean_up)
     assert running == (0 if mended else 1)
 
 
@@ -327,7 +345,7 @@ def returned(bench: Bench, vllm: rig.RunningEngine, impatient: Probed) -> Iterat
     subject = impatient.subject
 
     async def streams() -> list[SocketExchange]:
-        asked = [await subject.ask(subject.shape.prompt(subject.number()), tokens=2000) for _ in range(3)]
+        asked = [await subject.ask(subject.shape.prompt(subject.number()), tokens=LONG_TOKENS) for _ in range(3)]
         for one in asked:
             reply = one.reply
             await subject.through.wait(lambda reply=reply: reply.events > 2 or reply.ended, 60.0)  # type: ignore[misc]
@@ -374,7 +392,7 @@ def test_whoever_has_it_stops_it(returned: tuple[Probed, list[Closed], str]) -> 
     async def stop() -> list[tuple[str, bool, int]]:
         found = []
         for _ in range(8):
-            exchange = await subject.ask(subject.shape.prompt(subject.number()), tokens=2000)
+            exchange = await subject.ask(subject.shape.prompt(subject.number()), tokens=LONG_TOKENS)
             reply = exchange.reply
             await subject.through.wait(lambda reply=reply: reply.events > 2 or reply.ended, 60.0)  # type: ignore[misc]
             assert probed.probing is not None
@@ -386,7 +404,7 @@ def test_whoever_has_it_stops_it(returned: tuple[Probed, list[Closed], str]) -> 
     found = subject.run(stop)
     assert {answer for answer, _, _ in found} == {"applied"}
     assert all(ended for _, ended, _ in found)
-    assert max(events for _, _, events in found) < 2000
+    assert max(events for _, _, events in found) < LONG_TOKENS
 
 
 @pytest.mark.parametrize("state", ["prefill", "decode", "non_streaming", "many_choices"])
