@@ -28,9 +28,9 @@ def test_an_engine_that_stops_everybody_is_found_out() -> None:
     with (
         imitation("vllm", truth=True, faults=("global-stop-flag",)) as engine,
         Subject("ref", engine.url) as subject,
-        pytest.raises(AssertionError),
     ):
-        assert neighbours(subject, streams=32, cancelled=16).clean
+        # On a busy machine a round may be over before its first cancel arrives: one of several must show it.
+        assert not all(neighbours(subject, streams=32, cancelled=16).clean for _ in range(5))
 
 
 class Mortal:

@@ -28,7 +28,8 @@ async def has_run_once(gateway: Gateway) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "deepinfer": {},
-    "llamacpp": {},
+    # Its gauges may be read every two seconds only, and a stop takes several readings: time for a busy machine.
+    "llamacpp": {"settle_seconds": 60.0},
     "sglang": {},
     "trtllm": {"prepare": has_run_once},
     "vllm": {},

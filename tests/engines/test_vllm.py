@@ -277,7 +277,6 @@ def test_a_client_that_leaves_while_it_is_registered(bench: Bench, subject: Subj
 
     The window is made long here. Nothing of StopGuard's gateway takes part: the connection is the engine's own.
     """
-
     name = f"lost-{mended}"
 
     async def leave() -> int:
@@ -389,19 +388,29 @@ def test_whoever_has_it_stops_it(returned: tuple[Probed, list[Closed], str]) -> 
     probed, _, _ = returned
     subject = probed.subject
 
+    assert probed.probing is not None
+    probing = probed.probing
+
     async def stop() -> list[tuple[str, bool, int]]:
         found = []
         for _ in range(8):
             exchange = await subject.ask(subject.shape.prompt(subject.number()), tokens=LONG_TOKENS)
             reply = exchange.reply
             await subject.through.wait(lambda reply=reply: reply.events > 2 or reply.ended, 60.0)  # type: ignore[misc]
-            assert probed.probing is not None
-            result = await probed.probing.order("vllm", "abort", subject.id_of(exchange))
+            for _ in range(100):  # a machine so busy that a probe was thought dead
+                if len(probing.sources("vllm")) == 2:
+                    break
+                await asyncio.sleep(0.1)
+            result = await probing.order("vllm", "abort", subject.id_of(exchange))
             ended = await subject.through.wait(lambda reply=reply: reply.ended, 10.0)  # type: ignore[misc]
-            found.append((str(result.answer), ended, reply.events))
+            if result.answer == "gone" and reply.events >= LONG_TOKENS:
+                print("it ended before this busy machine let us stop it")
+            else:
+                found.append((str(result.answer), ended, reply.events))
         return found
 
     found = subject.run(stop)
+    assert len(found) >= 4
     assert {answer for answer, _, _ in found} == {"applied"}
     assert all(ended for _, ended, _ in found)
     assert max(events for _, _, events in found) < LONG_TOKENS

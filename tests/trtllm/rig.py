@@ -27,7 +27,7 @@ __all__ = ["LIMIT", "PATCH", "Front", "StandIn", "Visitor", "gateway", "launched
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = ROOT / "tests" / "trtllm" / "standin"
 PATCH = ROOT / "adapters" / "stopguard_trtllm" / "patch"
-LIMIT = 20.0
+LIMIT = 90.0
 
 
 class StandIn:

@@ -12,7 +12,7 @@ from stopguard.ledger import Evidence
 from tests.trtllm.rig import StandIn, standin
 from tests.trtllm.table import warmed
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCENARIOS = ("mid-stream", "non-streaming", "queued", "prompt-list", "keep-alive", "afterlife")
 

@@ -11,7 +11,7 @@ import pytest
 from stopguard.testing.conformance import Conformance, Subject
 from tests.trtllm.rig import launched
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(params=[False, True], ids=["stock", "patched"], scope="class")

@@ -12,7 +12,7 @@ from stopguard.ledger import Evidence
 from tests.trtllm.rig import Visitor, gateway, standin
 from tests.trtllm.table import COLUMNS, STATES, column, print_table, warmed
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.timeout(400)

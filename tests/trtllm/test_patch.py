@@ -9,7 +9,7 @@ import pytest
 
 from tests.trtllm.rig import Visitor, standin
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 async def test_a_disconnect_is_found_at_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.trtllm.rig import Visitor, standin
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 async def test_the_poll_finds_a_disconnect_within_a_second_and_not_at_once(tmp_path: Path) -> None:
