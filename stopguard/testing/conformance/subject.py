@@ -36,6 +36,7 @@ T = TypeVar("T")
 _START_SECONDS: Final = 60.0
 _RUN_SECONDS: Final = 600.0
 _POLL_SECONDS: Final = 0.02
+_ASKED = 4
 _CLOSED_MAX: Final = 100_000
 #: For requests that nobody stopped: their books have no stop.
 _FINISH: Final = StopSummary(semantics="finish", source="model", reason="finish", observed_at=0.0, outcome="confirmed")
@@ -347,13 +348,19 @@ class Subject:
         return self.closed[request_id]
 
     async def gauges(self) -> EngineGauges | None:
-        """The engine's gauges, read no faster than the adapter allows."""
+        """The engine's gauges, read no faster than the adapter allows; asked again when it was too busy to answer."""
         engine = self.engine
         if engine.gauge_seconds <= 0:
             return None
-        last = self.readings[-1].at if self.readings else 0.0
-        await asyncio.sleep(max(0.0, last + engine.gauge_seconds - monotonic()))
-        return await self._watched.gauges(by_suite=True)
+        for left in reversed(range(_ASKED)):
+            last = self.readings[-1].at if self.readings else 0.0
+            await asyncio.sleep(max(0.0, last + engine.gauge_seconds - monotonic()))
+            try:
+                return await self._watched.gauges(by_suite=True)
+            except EngineUnreachable:
+                if not left:
+                    raise
+        return None
 
     async def idle(self) -> EngineGauges | None:
         """Wait until nothing is in the engine; its gauges then, or `None` where it has none."""
