@@ -36,7 +36,7 @@ demo-engine: demo-vllm ## The same, by a better name for other engines
 engines: $(STAMP) ## Install the real engines for tests and demos, once, in the user's cache (ENGINE=… only one)
 	@$(BIN)/python -m tools.engines $(ENGINE)
 
-test: lint types ## All checks and all tests; those of the real engines run beside the rest
+test: lint types ## All checks and all tests; those of the real engines last
 	$(BIN)/python -m tools.all_tests $(PYTEST_ARGS)
 
 check: lint types unit ## The quick loop: lint, types and unit tests, under two minutes
