@@ -16,16 +16,15 @@
 
 from __future__ import annotations
 
-import ssl
 from time import monotonic
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Unpack
 
-import httpx
 import msgspec
 
 from stopguard.engines import (
     AbortReply,
     Capabilities,
+    Connection,
     EngineFacts,
     EngineUnreachable,
     GaugeUnit,
@@ -68,16 +67,8 @@ class DeepInferAdapter(OpenAIEngine):
     fingerprint_paths: ClassVar[tuple[str, ...]] = (GAUGES_PATH,)
     launch_needs: ClassVar[LaunchNeeds] = LaunchNeeds(programs=("deepinfer", "stopguard_deepinfer"))
 
-    def __init__(
-        self,
-        name: str,
-        base_url: str,
-        *,
-        headers: dict[str, str] | None = None,
-        tls: ssl.SSLContext | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(name, base_url, headers=headers, tls=tls, transport=transport)
+    def __init__(self, name: str, base_url: str, **connection: Unpack[Connection]) -> None:
+        super().__init__(name, base_url, **connection)
         self.profile = EngineProfile(
             name=name,
             # Asking comes before closing: a face that aborts once for a client that left may be told 0, and rest.

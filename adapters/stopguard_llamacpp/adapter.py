@@ -24,15 +24,13 @@ Routes: tools/server/server.cpp; the waiting: tools/server/server-queue.cpp of g
 from __future__ import annotations
 
 import asyncio
-import ssl
 from time import monotonic
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Unpack
 
-import httpx
 import msgspec
 
 from stopguard.engines import Capabilities, EngineFacts, EngineUnreachable, GaugeUnit, Identity, LaunchNeeds
-from stopguard.engines.openai import OpenAIEngine
+from stopguard.engines.openai import Connection, OpenAIEngine
 from stopguard.engines.resumption import Resumption
 from stopguard.ledger import EngineGauges, Evidence
 from stopguard.stops import CLOSE_CONNECTION, EngineProfile
@@ -62,16 +60,8 @@ class LlamaCppAdapter(OpenAIEngine):
         notes="llama.cpp notices a client that leaves a non-streamed answer only in a second without any other output",
     )
 
-    def __init__(
-        self,
-        name: str,
-        base_url: str,
-        *,
-        headers: dict[str, str] | None = None,
-        tls: ssl.SSLContext | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(name, base_url, headers=headers, tls=tls, transport=transport)
+    def __init__(self, name: str, base_url: str, **connection: Unpack[Connection]) -> None:
+        super().__init__(name, base_url, **connection)
         self.profile = EngineProfile(name=name, doors=(CLOSE_CONNECTION,), best_evidence=Evidence.GAUGE)
         # Nothing in the server takes an id from X-Request-Id; it is there for its log and for proxies in between.
         self.owned_headers = frozenset({"x-conversation-id"})

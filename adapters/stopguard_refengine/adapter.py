@@ -8,14 +8,13 @@ frames to `stopguard.stops.observe_frame` raises the profile to PROBE.
 
 from __future__ import annotations
 
-import ssl
 from time import monotonic
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import msgspec
 
 from stopguard.engines import Capabilities, EngineFacts, EngineUnreachable, GaugeUnit, Identity, LaunchNeeds
-from stopguard.engines.openai import OpenAIEngine
+from stopguard.engines.openai import Connection, OpenAIEngine
 from stopguard.engines.resumption import Resumption
 from stopguard.ledger import EngineGauges, Evidence
 from stopguard.stops import CLOSE_CONNECTION, EngineProfile
@@ -33,15 +32,8 @@ class ReferenceEngineAdapter(OpenAIEngine):
     resumption: ClassVar[Resumption] = RESUMPTION
     launch_needs: ClassVar[LaunchNeeds] = LaunchNeeds(programs=("refengine",), plugin="stopguard")
 
-    def __init__(
-        self,
-        name: str,
-        base_url: str,
-        *,
-        headers: dict[str, str] | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        super().__init__(name, base_url, headers=headers, tls=tls)
+    def __init__(self, name: str, base_url: str, **connection: Unpack[Connection]) -> None:
+        super().__init__(name, base_url, **connection)
         self.profile = EngineProfile(name=name, doors=(CLOSE_CONNECTION,), best_evidence=Evidence.GAUGE)
         self.control_paths = frozenset({"/ref/snapshot", "/ref/gauges", "/ref/pause", "/ref/resume", "/ref/log"})
         self.gauge_seconds = 0.02

@@ -23,16 +23,15 @@ that is never asked.
 
 from __future__ import annotations
 
-import ssl
 from time import monotonic
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Unpack
 
-import httpx
 import msgspec
 
 from stopguard.engines import (
     AbortReply,
     Capabilities,
+    Connection,
     EngineFacts,
     EngineUnreachable,
     GaugeUnit,
@@ -82,16 +81,8 @@ class SGLangAdapter(OpenAIEngine):
     )
     observer = SGLangObserver
 
-    def __init__(
-        self,
-        name: str,
-        base_url: str,
-        *,
-        headers: dict[str, str] | None = None,
-        tls: ssl.SSLContext | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(name, base_url, headers=headers, tls=tls, transport=transport)
+    def __init__(self, name: str, base_url: str, **connection: Unpack[Connection]) -> None:
+        super().__init__(name, base_url, **connection)
         self.profile = EngineProfile(
             name=name,
             doors=(ABORT_DOOR, CLOSE_CONNECTION),

@@ -18,10 +18,9 @@ file.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from pathlib import Path
 from time import monotonic
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Unpack
 
 import httpx
 import msgspec
@@ -35,7 +34,7 @@ from stopguard.engines import (
     IdPlacement,
     LaunchNeeds,
 )
-from stopguard.engines.openai import OpenAIEngine
+from stopguard.engines.openai import Connection, OpenAIEngine
 from stopguard.engines.protocol import ModelEntry
 from stopguard.engines.recognition import CERTAIN
 from stopguard.ledger import EngineGauges, Evidence
@@ -62,16 +61,8 @@ class TensorRTLLMAdapter(OpenAIEngine):
     )
     observer = TensorRTLLMObserver
 
-    def __init__(
-        self,
-        name: str,
-        base_url: str,
-        *,
-        headers: dict[str, str] | None = None,
-        tls: ssl.SSLContext | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(name, base_url, headers=headers, tls=tls, transport=transport)
+    def __init__(self, name: str, base_url: str, **connection: Unpack[Connection]) -> None:
+        super().__init__(name, base_url, **connection)
         self.placement = IdPlacement()
         self.reuse_connections = False
         # A reading takes the records away from everybody else, so no more than are of use.

@@ -16,16 +16,15 @@ Prometheus' gauges are (`metrics`), of the last step's end. With the plugin the 
 
 from __future__ import annotations
 
-import ssl
 from time import monotonic
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Unpack
 
-import httpx
 import msgspec
 
 from stopguard.engines import (
     AbortReply,
     Capabilities,
+    Connection,
     EngineFacts,
     EngineUnreachable,
     GaugeUnit,
@@ -77,16 +76,8 @@ class VLLMAdapter(OpenAIEngine):
     resumption: ClassVar[Resumption] = RESUMPTION
     observer = observing.VLLMObserver
 
-    def __init__(
-        self,
-        name: str,
-        base_url: str,
-        *,
-        headers: dict[str, str] | None = None,
-        tls: ssl.SSLContext | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(name, base_url, headers=headers, tls=tls, transport=transport)
+    def __init__(self, name: str, base_url: str, **connection: Unpack[Connection]) -> None:
+        super().__init__(name, base_url, **connection)
         self.profile = EngineProfile(name=name, doors=(CLOSE_CONNECTION,), best_evidence=Evidence.GAUGE)
         self.placement = IdPlacement(header="X-Request-Id")
         # A client that chooses its rank defeats the balance, and one that resumes another's KV reads it.

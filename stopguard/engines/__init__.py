@@ -4,13 +4,14 @@ Start at `protocol`. Engine-specific knowledge lives in adapter packages, found 
 """
 
 from stopguard.engines.capabilities import Capabilities, GaugeUnit, LaunchNeeds, derived_evidence
-from stopguard.engines.openai import OpenAIEngine
+from stopguard.engines.openai import Connection, OpenAIEngine
 from stopguard.engines.protocol import AbortReply, Engine, EngineUnreachable, Identity, IdPlacement, ModelEntry
 from stopguard.engines.recognition import EngineFacts, RouteAnswer
 
 __all__ = [
     "AbortReply",
     "Capabilities",
+    "Connection",
     "Engine",
     "EngineFacts",
     "EngineUnreachable",

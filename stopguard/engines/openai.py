@@ -8,7 +8,7 @@ passes through this module.
 from __future__ import annotations
 
 import ssl
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,11 +19,19 @@ from stopguard.errors import ConfigurationError
 from stopguard.ledger import EngineGauges
 from stopguard.stops import AbortAnswer, EngineProfile, StopCause
 
-__all__ = ["OpenAIEngine"]
+__all__ = ["Connection", "OpenAIEngine"]
 
 _MODELS_LIMIT = 1000
 _CONTROL_SECONDS = 5.0
 _REST_SECONDS = 2.0
+
+
+class Connection(TypedDict, total=False):
+    """How an engine's control routes are reached; adapters pass it on as they get it."""
+
+    headers: dict[str, str] | None
+    tls: ssl.SSLContext | None
+    transport: httpx.AsyncBaseTransport | None
 
 
 class OpenAIEngine:
@@ -32,15 +40,7 @@ class OpenAIEngine:
     fingerprint_paths: ClassVar[tuple[str, ...]] = ()
     launch_needs: ClassVar[LaunchNeeds] = LaunchNeeds()
 
-    def __init__(
-        self,
-        name: str,
-        base_url: str,
-        *,
-        headers: dict[str, str] | None = None,
-        tls: ssl.SSLContext | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
+    def __init__(self, name: str, base_url: str, **connection: Unpack[Connection]) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigurationError(
@@ -58,9 +58,9 @@ class OpenAIEngine:
         self.gauge_seconds = 0.0
         self.capabilities = Capabilities()
         self._client: httpx.AsyncClient | None = None
-        self._headers = headers or {}
-        self._tls = tls
-        self._transport = transport
+        self._headers = connection.get("headers") or {}
+        self._tls = connection.get("tls")
+        self._transport = connection.get("transport")
 
     async def identify(self) -> Identity:
         response = await self.get("/v1/models")
