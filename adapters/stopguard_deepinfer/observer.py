@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from stopguard.audit.errors import TargetLost, TargetUnreachable
-from stopguard.audit.target import Control, Facts, Happening, Reading, TargetModel
+from stopguard.audit.target import Control, Facts, PlainObserver, Reading, TargetModel
 from stopguard.engines import AbortReply, Identity
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import EngineGauges, Evidence
@@ -21,7 +21,7 @@ __all__ = ["DeepInferObserver"]
 _SAFE_INTERVAL_SECONDS: Final = 0.02
 
 
-class DeepInferObserver:
+class DeepInferObserver(PlainObserver):
     """Watches one engine; see `stopguard.audit.target.Observer`."""
 
     def __init__(self, control: Control, clock: Callable[[], float], model: TargetModel, observe: str = "") -> None:
@@ -67,9 +67,6 @@ class DeepInferObserver:
         except msgspec.MsgspecError:
             return None
 
-    async def events(self) -> tuple[list[Happening], bool]:
-        return [], False
-
     async def abort(self, engine_id: str) -> AbortReply:
         answer = await self._control("POST", "/abort", {"request_id": engine_id})
         said = answer.json()
@@ -77,12 +74,6 @@ class DeepInferObserver:
             return AbortReply(answer=AbortAnswer.FAILED)
         # 0 may mean "in flight" and may mean "not here". The audit knocks once, so that a lost abort shows.
         return AbortReply(answer=AbortAnswer.ACCEPTED if said.get("aborted") else AbortAnswer.UNKNOWN)
-
-    async def health(self) -> int:
-        return (await self._control("GET", "/health")).status
-
-    def place(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
-        return {"X-Request-Id": tag}, {}
 
     def engine_id(self, tag: str, response_id: str) -> str:
         return tag

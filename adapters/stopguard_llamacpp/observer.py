@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from stopguard.audit.errors import TargetLost, TargetUnreachable
-from stopguard.audit.target import Control, Facts, Happening, Reading, TargetModel
+from stopguard.audit.target import Control, Facts, Happening, PlainObserver, Reading, TargetModel
 from stopguard.engines import AbortReply, Identity
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import EngineGauges, Evidence
@@ -66,7 +66,7 @@ class _File:
         return new.decode("utf-8", "replace")
 
 
-class LlamaCppObserver:
+class LlamaCppObserver(PlainObserver):
     """Watches one llama.cpp server; see `stopguard.audit.target.Observer`."""
 
     def __init__(self, control: Control, clock: Callable[[], float], model: TargetModel, observe: str = "") -> None:
@@ -163,9 +163,6 @@ class LlamaCppObserver:
             answer = await self._control("DELETE", f"/v1/stream/{engine_id}")
         accepted = answer.status in {200, 204}
         return AbortReply(answer=AbortAnswer.ACCEPTED if accepted else AbortAnswer.FAILED)
-
-    async def health(self) -> int:
-        return (await self._control("GET", "/health")).status
 
     def place(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
         # Its own cache of prompts is meant to survive a request; with it no two runs compute the same.

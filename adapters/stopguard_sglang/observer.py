@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from stopguard.audit.errors import TargetLost, TargetUnreachable
-from stopguard.audit.target import Control, Facts, Happening, Reading, TargetModel
+from stopguard.audit.target import Control, Facts, PlainObserver, Reading, TargetModel
 from stopguard.engines import AbortReply, Identity
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import Evidence
@@ -20,7 +20,7 @@ __all__ = ["SGLangObserver"]
 _SAFE_INTERVAL_SECONDS: Final = 0.05
 
 
-class SGLangObserver:
+class SGLangObserver(PlainObserver):
     """Watches one SGLang server over HTTP."""
 
     def __init__(self, control: Control, clock: Callable[[], float], model: TargetModel, observe: str = "") -> None:
@@ -60,17 +60,11 @@ class SGLangObserver:
         gauges = gauges_of(loads, asked_at)
         return None if gauges is None else Reading(gauges=gauges)
 
-    async def events(self) -> tuple[list[Happening], bool]:
-        return [], False
-
     async def abort(self, engine_id: str) -> AbortReply:
         if not engine_id:
             return AbortReply(answer=AbortAnswer.FAILED)
         answer = await self._control("POST", "/abort_request", {"rid": engine_id})
         return AbortReply(answer=AbortAnswer.ACCEPTED if answer.status == 200 else AbortAnswer.FAILED)
-
-    async def health(self) -> int:
-        return (await self._control("GET", "/health")).status
 
     def place(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
         return {}, {"rid": tag}

@@ -8,17 +8,16 @@ from typing import Any
 import msgspec
 
 from stopguard.audit.errors import TargetLost, TargetUnreachable
-from stopguard.audit.target import Control, Facts, Happening, Reading, TargetModel
-from stopguard.engines import AbortReply, Identity
+from stopguard.audit.target import Control, Facts, PlainObserver, Reading, TargetModel
+from stopguard.engines import Identity
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import Evidence
-from stopguard.stops import AbortAnswer
 from stopguard_trtllm.iterations import Iterations, newest_record
 
 __all__ = ["TensorRTLLMObserver"]
 
 
-class TensorRTLLMObserver:
+class TensorRTLLMObserver(PlainObserver):
     """One `trtllm-serve`, seen through `/metrics`. Its totals are those of its last iteration."""
 
     def __init__(self, control: Control, clock: Callable[[], float], model: TargetModel, observe: str = "") -> None:
@@ -69,15 +68,6 @@ class TensorRTLLMObserver:
             else cache.max_num_blocks - cache.free_num_blocks - cache.used_num_blocks,
             steps_total=newest.iter,
         )
-
-    async def events(self) -> tuple[list[Happening], bool]:
-        return [], False
-
-    async def abort(self, engine_id: str) -> AbortReply:
-        return AbortReply(answer=AbortAnswer.FAILED)
-
-    async def health(self) -> int:
-        return (await self._control("GET", "/health")).status
 
     def place(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
         return {}, {}

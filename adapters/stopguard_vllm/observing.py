@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from stopguard.audit.errors import TargetLost, TargetUnreachable
-from stopguard.audit.target import Control, Facts, Happening, Reading, TargetModel
+from stopguard.audit.target import Control, Facts, PlainObserver, Reading, TargetModel
 from stopguard.engines import AbortReply, Identity
 from stopguard.errors import ConfigurationError
 from stopguard.ledger import EngineGauges, Evidence
@@ -26,7 +26,7 @@ __all__ = ["VLLMObserver"]
 _SAFE_INTERVAL_SECONDS: Final = 0.05
 
 
-class VLLMObserver:
+class VLLMObserver(PlainObserver):
     """Watches one vLLM server over HTTP."""
 
     def __init__(self, control: Control, clock: Callable[[], float], model: TargetModel, observe: str = "") -> None:
@@ -80,20 +80,11 @@ class VLLMObserver:
             aborts_total=numbers.aborts_total,
         )
 
-    async def events(self) -> tuple[list[Happening], bool]:
-        return [], False
-
     async def abort(self, engine_id: str) -> AbortReply:
         if not self._abort_path or not engine_id:
             return AbortReply(answer=AbortAnswer.FAILED)
         answer = await self._control("POST", self._abort_path, {"request_ids": external_ids(engine_id)})
         return AbortReply(answer=AbortAnswer.ACCEPTED if answer.status == 200 else AbortAnswer.FAILED)
-
-    async def health(self) -> int:
-        return (await self._control("GET", "/health")).status
-
-    def place(self, tag: str) -> tuple[dict[str, str], dict[str, Any]]:
-        return {"X-Request-Id": tag}, {}
 
     def engine_id(self, tag: str, response_id: str) -> str:
         # The id in a response is that of the request, and not always one that the abort route knows: with a list of
