@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from stopguard.engines.openai_chunks import ChunkReader, ControlSide, rest_of_limit
+from stopguard.engines.openai_chunks import ChunkReader, ControlSide, chunk_object, rest_of_limit
 from stopguard.engines.resumption import (
     Ask,
     AskKind,
@@ -31,7 +29,6 @@ from stopguard.engines.resumption import (
 __all__ = ["RESUMPTION", "LlamaCppResumption"]
 
 Json = dict[str, Any]
-_decode = msgspec.json.Decoder().decode
 
 #: The same in OpenAI's routes and in `/completion`. Penalties look back over prompt and output together.
 _SAMPLING = (
@@ -136,12 +133,7 @@ class _NativeReader:
         self._shows_usage = ask.kind is AskKind.COMPLETIONS
 
     def read(self, data: bytes) -> Sequence[Piece]:
-        try:
-            event = _decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UnreadableChunk(f"a chunk is no JSON: {error}") from None
-        if not isinstance(event, dict):
-            raise UnreadableChunk("a chunk is no JSON object")
+        event = chunk_object(data)
         if event.get("error"):
             said = event["error"]
             return [Piece(error=str(said.get("message") if isinstance(said, dict) else said)[:500])]

@@ -7,34 +7,18 @@ given as ids. A chat goes on as a completion with ids, as at the engines that it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from stopguard.engines.openai_chunks import ChunkReader, carried, rest_of_limit
-from stopguard.engines.resumption import Ask, AskKind, EngineCall, Feature, Reader, UnreadableChunk
+from stopguard.engines.openai_chunks import CompletionsResumption, carried, rest_of_limit
+from stopguard.engines.resumption import Ask, AskKind, EngineCall
 
 __all__ = ["RESUMPTION", "ReferenceResumption"]
 
 
-class ReferenceResumption:
+class ReferenceResumption(CompletionsResumption):
     """See `stopguard.engines.resumption.Resumption`."""
 
     family = "reference engine"
-    exact: frozenset[Feature] = frozenset()
     fields = frozenset({"refengine", "rid", "lora"})
-    prepares = False
-    names_prompt = True
-
-    def refusal(self, ask: Ask) -> str:
-        return ""
-
-    async def prompt_ids(self, engine: Any, ask: Ask) -> Sequence[int]:
-        raise UnreadableChunk(f"engine {engine.name} did not say the ids of the prompt")
-
-    def first(self, ask: Ask, prompt_ids: Sequence[int] | None) -> EngineCall:
-        return EngineCall(path=ask.path, body={**ask.fields, "return_token_ids": True})
-
-    def first_reader(self, ask: Ask) -> Reader:
-        return ChunkReader(ask, ask.kind)
 
     def resume(self, ask: Ask, prompt_ids: Sequence[int], delivered_ids: Sequence[int]) -> EngineCall:
         body = carried(ask, ("refengine", "stream_options"))
@@ -51,12 +35,6 @@ class ReferenceResumption:
             "stream": True,
         }
         return EngineCall(path="/v1/completions", body=body)
-
-    def resume_reader(self, ask: Ask) -> Reader:
-        return ChunkReader(ask, AskKind.COMPLETIONS)
-
-    async def unreported(self, engine: Any, ask: Ask, context_ids: Sequence[int], amount: int) -> Sequence[int]:
-        raise UnreadableChunk(f"engine {engine.name} left {amount} token ids out")
 
 
 RESUMPTION = ReferenceResumption()

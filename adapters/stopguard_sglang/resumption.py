@@ -14,8 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stopguard.engines.openai_chunks import ChunkReader, ControlSide, carried, rest_of_limit, rest_of_minimum
-from stopguard.engines.resumption import Ask, AskKind, EngineCall, Feature, Piece, Reader, UnreadableChunk
+from stopguard.engines.openai_chunks import (
+    ChunkReader,
+    CompletionsResumption,
+    ControlSide,
+    carried,
+    rest_of_limit,
+    rest_of_minimum,
+)
+from stopguard.engines.resumption import Ask, AskKind, EngineCall, Piece, Reader, UnreadableChunk
 
 __all__ = ["RESUMPTION", "SGLangResumption"]
 
@@ -28,14 +35,12 @@ _TEMPLATE_FIELDS = (
 )
 
 
-class SGLangResumption:
+class SGLangResumption(CompletionsResumption):
     """See `stopguard.engines.resumption.Resumption`."""
 
     family = "SGLang"
-    exact: frozenset[Feature] = frozenset()
     fields = frozenset({"rid", "extra_key", "cache_salt", "custom_labels", "separate_reasoning", "stream_reasoning"})
     prepares = True
-    names_prompt = True
 
     def refusal(self, ask: Ask) -> str:
         if ask.kind is AskKind.CHAT and ask.token_limit is None:
@@ -70,12 +75,6 @@ class SGLangResumption:
             "stream": True,
         }
         return EngineCall(path="/v1/completions", body=body)
-
-    def resume_reader(self, ask: Ask) -> Reader:
-        return ChunkReader(ask, AskKind.COMPLETIONS)
-
-    async def unreported(self, engine: Any, ask: Ask, context_ids: Sequence[int], amount: int) -> Sequence[int]:
-        raise UnreadableChunk(f"engine {engine.name} left {amount} token ids out")
 
 
 class _ChatReader(ChunkReader):

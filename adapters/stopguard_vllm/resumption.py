@@ -14,30 +14,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stopguard.engines.openai_chunks import ChunkReader, carried, chat_logprobs, rest_of_limit, rest_of_minimum
-from stopguard.engines.resumption import Ask, AskKind, EngineCall, Feature, Piece, Reader, UnreadableChunk
+from stopguard.engines.openai_chunks import (
+    ChunkReader,
+    CompletionsResumption,
+    carried,
+    chat_logprobs,
+    rest_of_limit,
+    rest_of_minimum,
+)
+from stopguard.engines.resumption import Ask, AskKind, EngineCall, Feature, Piece, Reader
 
 __all__ = ["RESUMPTION", "VLLMResumption"]
 
 
-class VLLMResumption:
+class VLLMResumption(CompletionsResumption):
     """See `stopguard.engines.resumption.Resumption`."""
 
     family = "vLLM"
     # A repetition penalty looks at prompt and output together, so it is the same when output has become prompt.
     exact = frozenset({Feature.LOGPROBS, Feature.REPETITION_PENALTY})
     fields = frozenset({"request_id", "cache_salt", "include_reasoning", "parallel_tool_calls", "kv_transfer_params"})
-    prepares = False
-    names_prompt = True
 
     def refusal(self, ask: Ask) -> str:
         return "kv_transfer_params" if ask.fields.get("kv_transfer_params") else ""
-
-    async def prompt_ids(self, engine: Any, ask: Ask) -> Sequence[int]:
-        raise UnreadableChunk(f"engine {engine.name} did not say the ids of the prompt")
-
-    def first(self, ask: Ask, prompt_ids: Sequence[int] | None) -> EngineCall:
-        return EngineCall(path=ask.path, body={**ask.fields, "return_token_ids": True})
 
     def first_reader(self, ask: Ask) -> Reader:
         return ChunkReader(ask, ask.kind, writes_null=True)
@@ -58,9 +57,6 @@ class VLLMResumption:
 
     def resume_reader(self, ask: Ask) -> Reader:
         return _ResumeReader(ask, AskKind.COMPLETIONS)
-
-    async def unreported(self, engine: Any, ask: Ask, context_ids: Sequence[int], amount: int) -> Sequence[int]:
-        raise UnreadableChunk(f"engine {engine.name} left {amount} token ids out")
 
 
 class _ResumeReader(ChunkReader):

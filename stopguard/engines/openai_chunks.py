@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from stopguard.engines.resumption import Ask, AskKind, EngineUsage, Piece, UnreadableChunk
+from stopguard.engines.resumption import Ask, AskKind, EngineCall, EngineUsage, Feature, Piece, Reader, UnreadableChunk
 
 if TYPE_CHECKING:
     import httpx
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 __all__ = [
     "SAMPLING_FIELDS",
     "ChunkReader",
+    "CompletionsResumption",
     "ControlSide",
     "carried",
     "chat_logprobs",
+    "chunk_object",
     "entries_of",
     "rest_of_limit",
     "rest_of_minimum",
@@ -72,6 +74,17 @@ class ControlSide(Protocol):
         ...
 
 
+def chunk_object(data: bytes) -> dict[str, Any]:
+    """The JSON object that one chunk is; `UnreadableChunk` when it is none."""
+    try:
+        event = _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnreadableChunk(f"a chunk is no JSON: {error}") from None
+    if not isinstance(event, dict):
+        raise UnreadableChunk("a chunk is no JSON object")
+    return event
+
+
 class ChunkReader:
     """Chunks of `/v1/chat/completions` or `/v1/completions`, whichever `kind` says was called.
 
@@ -101,12 +114,7 @@ class ChunkReader:
         self._strip_logprobs = logprob_ids and not ask.wants_logprobs
 
     def read(self, data: bytes) -> Sequence[Piece]:
-        try:
-            event = _decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UnreadableChunk(f"a chunk is no JSON: {error}") from None
-        if not isinstance(event, dict):
-            raise UnreadableChunk("a chunk is no JSON object")
+        event = chunk_object(data)
         if event.get("error") or event.get("object") == "error":
             return [Piece(event=event, error=_error_text(event))]
         usage = usage_of(event)
@@ -219,3 +227,32 @@ def chat_logprobs(entries: Sequence[Json]) -> list[Json]:
         }
         for entry in entries
     ]
+
+
+class CompletionsResumption:
+    """What is the same wherever the first chunk names the prompt's ids and a request goes on as a completion with ids.
+
+    A base for adapters' `stopguard.engines.resumption.Resumption`; they say the rest, `resume` first of all.
+    """
+
+    exact: frozenset[Feature] = frozenset()
+    prepares = False
+    names_prompt = True
+
+    def refusal(self, ask: Ask) -> str:
+        return ""
+
+    async def prompt_ids(self, engine: Any, ask: Ask) -> Sequence[int]:
+        raise UnreadableChunk(f"engine {engine.name} did not say the ids of the prompt")
+
+    def first(self, ask: Ask, prompt_ids: Sequence[int] | None) -> EngineCall:
+        return EngineCall(path=ask.path, body={**ask.fields, "return_token_ids": True})
+
+    def first_reader(self, ask: Ask) -> Reader:
+        return ChunkReader(ask, ask.kind)
+
+    def resume_reader(self, ask: Ask) -> Reader:
+        return ChunkReader(ask, AskKind.COMPLETIONS)
+
+    async def unreported(self, engine: Any, ask: Ask, context_ids: Sequence[int], amount: int) -> Sequence[int]:
+        raise UnreadableChunk(f"engine {engine.name} left {amount} token ids out")
