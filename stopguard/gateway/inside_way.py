@@ -20,6 +20,7 @@ from stopguard.preemption.ways import (
     Verdict,
     WayKind,
 )
+from stopguard.probe import wire
 from stopguard.probe.collector import OrderResult
 from stopguard.stops import Engine, Tracked
 
@@ -74,16 +75,11 @@ class InsideWay:
             return Running()
         return Refused("preempted_again") if state is Engine.PARKED else Gone()
 
-    async def _order(self, tracked: Tracked, action: str) -> Refused | Gone | None:
+    async def _order(self, tracked: Tracked, action: wire.Action) -> Refused | Gone | None:
         probing: Probing | None = self._gateway.probing
         if probing is None or tracked.profile is None:
             return Refused("no_probe")
-        name, request_id = tracked.profile.name, tracked.request_id
-        if action == "preempt":
-            result = await probing.order(name, "preempt", request_id)
-        else:
-            result = await probing.order(name, "resume", request_id)
-        return _refusal(result)
+        return _refusal(await probing.order(tracked.profile.name, action, tracked.request_id))
 
     async def _until(self, tracked: Tracked, state: Engine) -> Engine:
         """The machine's state once it is not `state` any more, or after some seconds."""
