@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from stopguard.admin.live import LiveView
     from stopguard.admin.thread import AdminThread
-    from stopguard.config import Configuration
+    from stopguard.config import Configuration, Loaded
     from stopguard.engines import Identity
     from stopguard.gateway.fleet import Member
     from stopguard.gateway.server import Gateway
@@ -42,6 +42,24 @@ JOURNAL_CLOSE_SECONDS = 5.0
 RECOVERED_SHOWN = 5
 
 
+#: The options that `stopguard watch` has too.
+ADMIN_OPTION = click.option("--admin", metavar="HOST:PORT|off", help="The admin port.  [default: 127.0.0.1:9090]")
+CONFIG_OPTION = click.option(
+    *("--config", "file"),
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="STOPGUARD_CONFIG",
+    show_envvar=True,
+    help="A TOML file with the settings.",
+)
+JOURNAL_OPTION = click.option(
+    "--journal", metavar="FILE|off", help="Keep what happened in FILE, for `stopguard explain`."
+)
+LOG_FORMAT_OPTION = click.option(
+    "--log-format", type=click.Choice(["text", "json"]), help="Lines for people or for programs."
+)
+LOG_LEVEL_OPTION = click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
+
+
 @click.command()
 @click.option(
     *("--engine", "engines"),
@@ -53,15 +71,9 @@ RECOVERED_SHOWN = 5
 @click.option(
     "--probe", multiple=True, metavar="ADDRESS", help="Where probes inside engines report: a socket's path, or tcp://…"
 )
-@click.option("--admin", metavar="HOST:PORT|off", help="The admin port.  [default: 127.0.0.1:9090]")
-@click.option(
-    *("--config", "file"),
-    type=click.Path(path_type=Path, dir_okay=False),
-    envvar="STOPGUARD_CONFIG",
-    show_envvar=True,
-    help="A TOML file with the settings.",
-)
-@click.option("--journal", metavar="FILE|off", help="Keep what happened in FILE, for `stopguard explain`.")
+@ADMIN_OPTION
+@CONFIG_OPTION
+@JOURNAL_OPTION
 @click.option(
     *("--policy", "policies"),
     multiple=True,
@@ -72,8 +84,8 @@ RECOVERED_SHOWN = 5
 @click.option(
     "--preemption", type=click.Choice(["off", "queue", "preempt"]), help="Whether urgent requests go first, or at once."
 )
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="Lines for people or for programs.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
+@LOG_FORMAT_OPTION
+@LOG_LEVEL_OPTION
 @click.option("--check", is_flag=True, help="Say what is wrong with the configuration, and start nothing.")
 @click.pass_context
 def command(
@@ -96,8 +108,6 @@ def command(
     Clients change nothing but their base URL. Every setting can stand in the file, in the environment
     (STOPGUARD_…) or here; docs/configuration.md lists them.
     """
-    from stopguard.config import InvalidConfiguration, load
-
     given: dict[str, Any] = {
         "engines": list(engines),
         "policies": list(policies),
@@ -110,17 +120,24 @@ def command(
         "log.format": log_format,
         "log.level": log_level,
     }
-    flags = {key: value for key, value in given.items() if value}
-    try:
-        loaded = load(file=file, environment=os.environ, flags=flags)
-    except InvalidConfiguration as error:
-        for problem in error.problems:
-            click.echo(f"stopguard: {problem}", err=True)
-        ctx.exit(EXIT_COULD_NOT_START)
+    loaded = load_or_exit(ctx, file, given)
     if check:
         _check(loaded.configuration, os.environ, loaded.warnings)
         return
     ctx.exit(serve(loaded.configuration, os.environ, loaded.warnings))
+
+
+def load_or_exit(ctx: click.Context, file: Path | None, given: Mapping[str, Any]) -> Loaded:
+    """The configuration, with those of the flags in `given` that were set; what is wrong with it ends the command."""
+    from stopguard.config import InvalidConfiguration, load
+
+    flags = {key: value for key, value in given.items() if value}
+    try:
+        return load(file=file, environment=os.environ, flags=flags)
+    except InvalidConfiguration as error:
+        for problem in error.problems:
+            click.echo(f"stopguard: {problem}", err=True)
+        ctx.exit(EXIT_COULD_NOT_START)
 
 
 def _check(configuration: Configuration, environment: Mapping[str, str], warnings: tuple[str, ...]) -> None:

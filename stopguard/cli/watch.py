@@ -12,7 +12,15 @@ from typing import Any
 
 import click
 
-from stopguard.cli.serve import EXIT_COULD_NOT_START, serve
+from stopguard.cli.serve import (
+    ADMIN_OPTION,
+    CONFIG_OPTION,
+    JOURNAL_OPTION,
+    LOG_FORMAT_OPTION,
+    LOG_LEVEL_OPTION,
+    load_or_exit,
+    serve,
+)
 
 __all__ = ["command"]
 
@@ -27,17 +35,11 @@ __all__ = ["command"]
 @click.option(
     "--probe", multiple=True, metavar="ADDRESS", help="Where the probes report: a socket's path, or tcp://HOST:PORT."
 )
-@click.option("--admin", metavar="HOST:PORT|off", help="The admin port.  [default: 127.0.0.1:9090]")
-@click.option(
-    *("--config", "file"),
-    type=click.Path(path_type=Path, dir_okay=False),
-    envvar="STOPGUARD_CONFIG",
-    show_envvar=True,
-    help="A TOML file with the settings.",
-)
-@click.option("--journal", metavar="FILE|off", help="Keep what happened in FILE, for `stopguard explain`.")
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="Lines for people or for programs.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
+@ADMIN_OPTION
+@CONFIG_OPTION
+@JOURNAL_OPTION
+@LOG_FORMAT_OPTION
+@LOG_LEVEL_OPTION
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -53,8 +55,6 @@ def command(
 
     Each engine needs StopGuard's probe (see docs/probe.md), with the same STOPGUARD_COLLECTOR_TOKEN as here.
     """
-    from stopguard.config import InvalidConfiguration, load
-
     given: dict[str, Any] = {
         "engines": list(engines),
         "probe.listen": list(probe),
@@ -63,13 +63,7 @@ def command(
         "log.format": log_format,
         "log.level": log_level,
     }
-    flags = {key: value for key, value in given.items() if value}
-    try:
-        loaded = load(file=file, environment=os.environ, flags=flags)
-    except InvalidConfiguration as error:
-        for problem in error.problems:
-            click.echo(f"stopguard: {problem}", err=True)
-        ctx.exit(EXIT_COULD_NOT_START)
+    loaded = load_or_exit(ctx, file, given)
     if not loaded.configuration.probe.listen:
         raise click.UsageError("say where the probes report: --probe /run/stopguard/probe.sock, or probe.listen")
     ctx.exit(serve(loaded.configuration, os.environ, loaded.warnings, bystander=True))
