@@ -365,6 +365,14 @@ def print_timeline(console: Console, record: RequestRecord) -> None:
     console.print(f"{record.request_id}: {verdict(record).text}")
 
 
+def steps_document(report: StormReport) -> dict[str, dict[str, float]]:
+    """The steps of the stops as plain data: how many, and the percentiles in milliseconds."""
+    return {
+        name: {"stops": times.count, "p50": round(times.p50_ms, 3), "p99": round(times.p99_ms, 3)}
+        for name, times in report.step_times.items()
+    }
+
+
 def report_document(report: StormReport) -> dict[str, Any]:
     """A report as plain data, for `--format json`."""
     return {
@@ -378,10 +386,7 @@ def report_document(report: StormReport) -> dict[str, Any]:
             {"semantics": semantics, "outcome": outcome, "requests": number}
             for (semantics, outcome), number in sorted(report.endings.items())
         ],
-        "steps_ms": {
-            name: {"stops": times.count, "p50": round(times.p50_ms, 3), "p99": round(times.p99_ms, 3)}
-            for name, times in report.step_times.items()
-        },
+        "steps_ms": steps_document(report),
         "tokens": report.tokens,
         "tokens_wasted": report.tokens_wasted,
         "tokens_recomputed": report.tokens_recomputed,

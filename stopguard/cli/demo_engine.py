@@ -224,6 +224,8 @@ def _one_error() -> Iterator[None]:
 
 def engine_document(demo: EngineDemo) -> dict[str, Any]:
     """The settled books as plain data, for `--format json`."""
+    from stopguard.cli.demo import steps_document
+
     report = demo.report
     return {
         "engine": demo.kind,
@@ -237,10 +239,7 @@ def engine_document(demo: EngineDemo) -> dict[str, Any]:
             {"semantics": semantics, "outcome": outcome, "evidence": evidence, "requests": number}
             for (semantics, outcome, evidence), number in sorted(demo.grades.items())
         ],
-        "steps_ms": {
-            name: {"stops": times.count, "p50": round(times.p50_ms, 3), "p99": round(times.p99_ms, 3)}
-            for name, times in report.step_times.items()
-        },
+        "steps_ms": steps_document(report),
         "tokens": report.tokens,
         "leaks": report.leak_lines,
         "book_errors": report.book_errors,
