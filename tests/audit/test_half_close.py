@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -66,42 +65,7 @@ async def test_a_gateway_that_serves_on_and_never_notices() -> None:
 
 
 async def test_a_gateway_that_shuts_its_client_out_and_lets_the_engine_go_on() -> None:
-    async with engine() as (url, _), deaf_relay(url) as via:
+    async with engine() as (url, _), relay(url, shuts_out=True) as via:
         report = await run(url, via, scenarios=("half-close",), deadline_seconds=1.0)
     assert {(name, cell.ledger) for name, cell in report.accusations()} == {("half-close", "stream")}
     assert notes(report) == []
-
-
-@asynccontextmanager
-async def deaf_relay(url: str) -> AsyncIterator[str]:
-    """Closes its client's connection at the client's FIN, and goes on reading from the engine."""
-    host, port = url.removeprefix("http://").split(":")
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection(host, int(port))
-
-        async def back() -> None:
-            try:
-                while data := await up_reader.read(4096):
-                    if not writer.is_closing():
-                        writer.write(data)
-            finally:
-                writer.close()
-                up_writer.close()
-
-        task = asyncio.create_task(back())
-        tasks.add(task)
-        while data := await reader.read(4096):
-            up_writer.write(data)
-        writer.close()
-        await task
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -243,8 +243,11 @@ def test_the_load_is_said_before_and_nothing_is_sent() -> None:
 
 
 @asynccontextmanager
-async def relay(url: str) -> AsyncIterator[str]:
-    """A TCP relay that never tells the engine that its client has gone."""
+async def relay(url: str, *, shuts_out: bool = False) -> AsyncIterator[str]:
+    """A TCP relay that never tells the engine that its client has gone.
+
+    `shuts_out`: it closes its client's connection at the client's FIN, and goes on reading from the engine.
+    """
     host, port = url.removeprefix("http://").split(":")
     tasks: set[asyncio.Task[None]] = set()
 
@@ -265,6 +268,8 @@ async def relay(url: str) -> AsyncIterator[str]:
         with suppress(ConnectionError):
             while data := await reader.read(4096):
                 up_writer.write(data)
+        if shuts_out:
+            writer.close()
         await task
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
