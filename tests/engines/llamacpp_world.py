@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from stopguard.audit.client import SocketWorld
-from stopguard.audit.target import Happening
-from stopguard.probe import wire
 from stopguard.testing.staging import Shape, stage
-from stopguard_llamacpp.log import ServerLog
+from stopguard_llamacpp.following import FollowedLog
 
 SLOTS = 4
 SHAPE = Shape(
@@ -24,29 +21,8 @@ SHAPE = Shape(
 )
 
 
-class Truth:
-    """Follows the log: which tasks are in the server, and when each left it."""
-
-    def __init__(self, path: Path) -> None:
-        self.log = ServerLog()
-        self.gone_at: dict[str, float] = {}
-        self._file = path.open("rb")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def look(self) -> list[Happening]:
-        happenings = self.log.feed(self._file.read().decode("utf-8", "replace"), monotonic())
-        for event in happenings:
-            if isinstance(event, wire.Moved) and event.place == "gone":
-                self.gone_at[event.request_id] = event.at
-        return happenings
-
-    @property
-    def inside(self) -> set[str]:
-        """The tasks that are in the server now."""
-        self.look()
-        return self.log.running | self.log.waiting
+class Truth(FollowedLog):
+    """Follows the log of the server under test."""
 
     async def until(self, condition: Any, seconds: float) -> bool:
         due_at = monotonic() + seconds
