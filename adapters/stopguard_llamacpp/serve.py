@@ -1,6 +1,7 @@
 """llama.cpp's real HTTP server in one process, from the xllamacpp wheel; run by the engine's own interpreter.
 
     PYTHON serve.py MODEL --port PORT [--slots 4] [--context 32768] [--batch 2048] [--http-threads 64] [--verbosity 3]
+        [--exact]
 
 The names of `llama-server` for the same: `-m`, `--port`, `-np`, `-c`, `-b`/`-ub`, `--threads-http`, `-lv`, with
 `--slots` and `--metrics` switched on.
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--http-threads", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--verbosity", type=int, default=-1, help="of the log; -1: llama.cpp's own default")
+    parser.add_argument("--exact", action="store_true", help="attention and its memory in 32 bits")
     given = parser.parse_args()
     parameters = xllamacpp.CommonParams()
     parameters.model.path = given.model
@@ -39,6 +41,9 @@ def main() -> None:
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = given.threads
     parameters.endpoint_slots = parameters.endpoint_metrics = True
     parameters.warmup = False
+    if given.exact:
+        parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     if given.verbosity >= 0:
         parameters.verbosity = given.verbosity
     ended = threading.Event()

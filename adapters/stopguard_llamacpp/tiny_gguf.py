@@ -2,7 +2,7 @@
 
 Run as a script by the interpreter of the engine's own environment, which has gguf and numpy:
 
-    PYTHON tiny_gguf.py FILE [--layers 2] [--width 128] [--seed 0] [--positions 32768] [--spelled]
+    PYTHON tiny_gguf.py FILE [--layers 2] [--width 128] [--seed 0] [--positions 32768] [--spelled] [--exact]
 
 It is a Llama with a byte-level BPE of its own (all bytes, then pairs of letters) and a ChatML template. Only printable
 ASCII and the pairs can be sampled: the rows of everything else in the output matrix are zero, so that greedy text never
@@ -50,7 +50,9 @@ def vocabulary() -> tuple[list[str], list[str]]:
     return tokens + [first + second for first, second in chosen], [f"{first} {second}" for first, second in chosen]
 
 
-def write(path: Path, *, layers: int, width: int, positions: int, seed: int, spelled: bool = False) -> None:
+def write(
+    path: Path, *, layers: int, width: int, positions: int, seed: int, spelled: bool = False, exact: bool = False
+) -> None:
     """Write the model; heads are 32 wide, two share one key, the inner layer is twice as wide."""
     random = np.random.default_rng(seed)
     tokens, merges = vocabulary()
@@ -60,7 +62,9 @@ def write(path: Path, *, layers: int, width: int, positions: int, seed: int, spe
     shared = max(1, heads // 2)
 
     def matrix(rows: int, columns: int, spread: float) -> Any:
-        return (random.standard_normal((rows, columns), dtype=np.float32) * spread).astype(np.float16)
+        return (random.standard_normal((rows, columns), dtype=np.float32) * spread).astype(
+            np.float32 if exact else np.float16
+        )
 
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name(f"random-{layers}x{width}")
@@ -74,7 +78,7 @@ def write(path: Path, *, layers: int, width: int, positions: int, seed: int, spe
     writer.add_rope_dimension_count(32)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(tokens))
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if exact else gguf.LlamaFileType.MOSTLY_F16)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
@@ -133,6 +137,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=32768, help="longest sequence, in tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spelled", action="store_true", help="characters of several tokens come too")
+    parser.add_argument("--exact", action="store_true", help="weights of 32 bits")
     given = parser.parse_args()
     part = given.file.with_suffix(".part")
     write(
@@ -142,6 +147,7 @@ def main() -> None:
         positions=given.positions,
         seed=given.seed,
         spelled=given.spelled,
+        exact=given.exact,
     )
     part.replace(given.file)
 

@@ -40,7 +40,7 @@ LOOKS_SECONDS = 1.0
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """One server for all: 150 tokens a second, so that there is time to stop something; its whole queue in its log."""
     log = tmp_path_factory.mktemp("llamacpp") / "server.log"
-    options = {"model": "slow", "slots": SLOTS, "batch": 128, "verbosity": 5}
+    options = {"model": "exact", "slots": SLOTS, "batch": 128, "verbosity": 5}
     with rig.start(rig.recipe_of("llamacpp"), options=options, log=log) as engine:
         yield engine
         print(f"llama.cpp: started in {engine.started_seconds:.1f} s, {engine.memory_bytes() / 2**20:.0f} MiB")

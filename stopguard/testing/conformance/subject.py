@@ -363,15 +363,18 @@ class Subject:
         return None
 
     async def idle(self) -> EngineGauges | None:
-        """Wait until nothing is in the engine; its gauges then, or `None` where it has none."""
-        due_at = monotonic() + self.settle_seconds + 3 * self.engine.gauge_seconds
+        """Wait until no book is open and nothing is in the engine; its gauges then, or `None` where it has none."""
+        due_at = monotonic() + 2 * self.settle_seconds + 3 * self.engine.gauge_seconds
+        while self.gateway.controller.tracked:
+            assert monotonic() < due_at, f"books stay open: {', '.join(self.gateway.controller.tracked)}"
+            await asyncio.sleep(_POLL_SECONDS)
         while True:
             gauges = await self.gauges()
             if gauges is None or gauges.running is None or gauges.waiting is None:
                 return gauges
             if gauges.running + gauges.waiting == 0:
                 return gauges
-            assert monotonic() < due_at, f"the engine is not idle after {self.settle_seconds:g} s: {gauges}"
+            assert monotonic() < due_at, f"the engine is not idle in good time: {gauges}"
 
     def cause(self) -> StopCause:
         """Why the suite stops something."""
