@@ -20,10 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, Protocol
 
 import httpx
@@ -298,11 +300,41 @@ def start(
 ) -> Iterator[RunningEngine]:
     """The engine, installed where needed, serving; ended with all its processes when the block is left.
 
-    `RigError` when it does not serve in time or ends before; the end of its log is in the message.
+    `RigError` when it does not serve in time or ends before; the end of its log is in the message. SIGTERM leaves the
+    block too, in the main thread and where nobody else has taken it: otherwise the engine would outlive us.
     """
+    with _left_by_sigterm():
+        yield from _started(recipe, arguments, environment or {}, options or {}, port, log, say)
+
+
+@contextlib.contextmanager
+def _left_by_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _started(
+    recipe: Recipe,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+    port: int,
+    log: Path | None,
+    say: Say,
+) -> Iterator[RunningEngine]:
     home = install(recipe, say)
     port = port or free_port()
-    launch = recipe.launch(home, port, arguments, options or {})
+    launch = recipe.launch(home, port, arguments, options)
     log = log or home / f"serve-{port}.log"
     began = time.monotonic()
     with open(log, "wb") as output:
@@ -312,7 +344,7 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=home,
-            env={**_clean_environment(), **launch.environment, **(environment or {})},
+            env={**_clean_environment(), **launch.environment, **environment},
             start_new_session=True,
         )
     engine = RunningEngine(recipe.kind, process, f"http://127.0.0.1:{port}", launch, log)
