@@ -46,7 +46,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "slow", "slots": 4, "batch": 128, "verbosity": 5},
         {"slots": 4, "long_tokens": 1200, "prompt_words": 700, "fields": {"cache_prompt": False}},
     ),
-    "sglang": ({}, {"slots": 16, "long_tokens": 1500}),
+    # The pool covers what they may all come to, or SGLang would not admit as many as it may.
+    "sglang": ({"running_requests": 8, "pool_tokens": 131_072}, {"slots": 8, "long_tokens": 1500}),
     "vllm": ({"max_num_seqs": 16}, {"slots": 16, "long_tokens": 1900}),
     "deepinfer": ({}, {}),
 }

@@ -284,7 +284,8 @@ class LivenessSettings(Section):
     half_close: Literal["cancel", "allow"] = Field(
         default="cancel",
         description="What a client means that closes its sending side only: `cancel`, it left (a full close looks "
-        "the same); `allow`, it waits for the response.",
+        "the same); `allow`, it waits for the response, and one that really left is noticed only when something is "
+        "written to it: for an answer that is not streamed never.",
         json_schema_extra=names(variable="STOPGUARD_HALF_CLOSE", flag="--half-close"),
     )
     keep_alive_idle_seconds: int = Field(default=5, ge=0, description="TCP keep-alive: silence before the first probe.")

@@ -75,7 +75,7 @@ class _Waiter:
         self.pending: set[str] = set()
         self.already: set[str] = set()
 
-    def client_left(self, method: str) -> None:
+    def client_left(self, method: str, late_seconds: float | None = None) -> None:
         """Who asked is gone: what it stopped stays stopped."""
         self._api.forget(self)
 

@@ -26,7 +26,7 @@ import httptools
 
 from stopguard.gateway import terminal
 from stopguard.gateway.head import HeadRejected, RequestHead, read_request
-from stopguard.gateway.liveness import loss_method
+from stopguard.gateway.liveness import loss_method, silent_seconds
 from stopguard.gateway.routes import RouteKind, kind_of
 from stopguard.gateway.seen_heads import cut_length
 from stopguard.gateway.settings import HalfClose
@@ -53,8 +53,8 @@ class Phase(enum.IntEnum):
 class Serving(Protocol):
     """Whoever answers the request in progress: the relay, or one of our own routes."""
 
-    def client_left(self, method: str) -> None:
-        """The client is gone; nothing can be written any more."""
+    def client_left(self, method: str, late_seconds: float | None = None) -> None:
+        """The client is gone, since `late_seconds` where that is known; nothing can be written any more."""
         ...
 
     def pause(self) -> None:
@@ -181,11 +181,13 @@ class Downstream(asyncio.Protocol):
         if serving is not None and not self._secure and self._gateway.settings.liveness.half_close is HalfClose.ALLOW:
             self.half_closed = True
             return True
-        self._leave("eof")
+        self._leave("eof", None if serving is None else silent_seconds(self._transport))
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._leave(loss_method(error))
+        method = loss_method(error)
+        # A reset carries no acknowledgement, so that the kernel's note of the last one says nothing of it.
+        self._leave(method, silent_seconds(self._transport) if self.serving and method == "keepalive" else None)
         self._deaf = True
         # Parser and connection refer to each other, which no reference count would ever undo.
         self._parser = None
@@ -407,7 +409,7 @@ class Downstream(asyncio.Protocol):
             if self._closing:
                 self._transport.abort()
             elif self.paused:
-                self._leave("stall")
+                self._leave("stall", self._gateway.timeouts.stall_seconds)
                 self.abort()
             elif self.serving is None and self._phase == Phase.IDLE:
                 self.close()
@@ -435,14 +437,14 @@ class Downstream(asyncio.Protocol):
 
     # ---- private -------------------------------------------------------------------------------
 
-    def _leave(self, method: str) -> None:
+    def _leave(self, method: str, late_seconds: float | None = None) -> None:
         serving = self.serving
         self.serving = None
         self._drop_upload()
         self._drop_ready()
         if serving is not None:
             # A client that does not read and then goes is found by its silence, whatever ends it.
-            serving.client_left(method)
+            serving.client_left(method, late_seconds)
 
     def _reject(self, rejection: HeadRejected) -> None:
         """Answer with an error after what was accepted before, and read no more requests."""

@@ -314,7 +314,7 @@ class Exchange:
 
     # ---- from the client: called by its connection -------------------------------------------------
 
-    def client_left(self, method: str) -> None:
+    def client_left(self, method: str, late_seconds: float | None = None) -> None:
         """The client is gone, in whatever window. Finished beats gone: then `client` is `None` already."""
         if self.client is None:
             return
@@ -334,7 +334,8 @@ class Exchange:
             # The wire before the books, where they can only come to this: the engine hears of it some tens of
             # microseconds earlier, and the knock that the controller orders finds the work done.
             self.close_upstream()
-        gateway.carry_out(gateway.controller.client_left(self.tracked, at, method, policy), at)
+        occurred_at = None if late_seconds is None else at - late_seconds
+        gateway.carry_out(gateway.controller.client_left(self.tracked, at, method, policy, occurred_at), at)
         gateway.wake_soon(at)
 
     def pause(self) -> None:

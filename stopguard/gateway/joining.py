@@ -26,7 +26,7 @@ class Joiner:
         self.client = client
         self.paused = client.paused
 
-    def client_left(self, method: str) -> None:
+    def client_left(self, method: str, late_seconds: float | None = None) -> None:
         """One listener less; the others go on."""
         self._recording.leave(self)
 

@@ -29,19 +29,26 @@ keep-alive as well (tcp(7)): with probes after 5 s and every 3 s, and a user tim
 (Linux since 5.11), so a client that reads nothing at all for 12 s *with its receive window full* is given
 up as well, before the stall deadline: raise both together for clients that are known to sleep.
 
+**How late we are** is known where the kernel has noted when it last heard of the peer (Linux's TCP_INFO, in
+milliseconds): for a FIN, which always acknowledges something, and for a peer that vanished. An RST leaves no trace.
+
 The options are set once, on the listening socket: Linux and macOS let accepted sockets inherit them, which
 saves five system calls a connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
+import struct
+import sys
 
 from stopguard.gateway.settings import Liveness
 
-__all__ = ["loss_method", "set_listener_options"]
+__all__ = ["loss_method", "set_listener_options", "silent_seconds"]
 
+_LAST_ACK_RECEIVED = struct.Struct("=56xI")
 _TIMED_OUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
@@ -68,6 +75,22 @@ def loss_method(error: BaseException | None) -> str:
     if isinstance(error, BrokenPipeError):
         return "write_error"
     return "reset"
+
+
+def silent_seconds(transport: asyncio.BaseTransport) -> float | None:
+    """Seconds since the peer's last acknowledgement arrived, to the millisecond; `None` where nobody says.
+
+    That is `tcpi_last_ack_recv` of Linux (include/uapi/linux/tcp.h): the thirteenth number behind eight bytes.
+    """
+    connection = transport.get_extra_info("socket")
+    if sys.platform != "linux" or connection is None:
+        return None
+    try:
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_RECEIVED.size)
+        (milliseconds,) = _LAST_ACK_RECEIVED.unpack(information)
+    except (OSError, struct.error):  # a Unix socket, or a sandbox without it
+        return None
+    return float(milliseconds) / 1000.0
 
 
 def _set(listener: socket.socket, option: str, value: int) -> None:

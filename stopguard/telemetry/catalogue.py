@@ -75,6 +75,8 @@ PRESSURE = Label("pressure", ("places", "kv", "waiting", "slow"))
 NOT_PREEMPTED = Label(
     "reason", ("unpreemptible", "inexact", "too_often", "cool_down", "nearly_done", "guard", "not_running", "gone")
 )
+CONTINUED = Label("reason", ("preempted", "engine_lost"))
+NOT_CONTINUED = Label("reason", ("mismatch", "failed"))
 VERSION = Label("version", source="the installed version")
 
 _OWN = (ENGINE, MODEL)
@@ -87,7 +89,10 @@ CATALOGUE: tuple[Metric, ...] = (
         labels=(METHOD,),
         origin="event",
         bounds=LATENCY_BOUNDS,
-        note="Only where the moment of leaving is known; a closed socket does not say when it was closed.",
+        note=(
+            "Only where the moment of leaving is known: `eof` and `keepalive` by the kernel's clock (Linux, TCP, to "
+            "the millisecond), `stall` from when the client stopped reading. A reset does not say when it came."
+        ),
     ),
     Metric(
         name="stopguard_stop_to_abort_sent_seconds",
@@ -223,6 +228,22 @@ CATALOGUE: tuple[Metric, ...] = (
         labels=(NOT_PREEMPTED,),
         origin="event",
         note="Each request counts once a reason. `guard` counts those that wanted the room.",
+    ),
+    Metric(
+        name="stopguard_streams_continued_total",
+        kind="counter",
+        help="Streams that the gateway had cut and that went on from their token ids, by why they were cut.",
+        labels=(CONTINUED,),
+        origin="event",
+        note="Absent where no stream is ever cut: without preemption and without failover.",
+    ),
+    Metric(
+        name="stopguard_streams_not_continued_total",
+        kind="counter",
+        help="Continuations that came out differently, and streams given up because no engine could continue them.",
+        labels=(NOT_CONTINUED,),
+        origin="event",
+        note="Such a stream ends with an error. A `mismatch` says that an engine does not repeat itself: look at it.",
     ),
     Metric(
         name="stopguard_preemption_guard_closed",

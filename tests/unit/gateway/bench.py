@@ -22,7 +22,8 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 class Transport:
     """What was written, and how it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, socket: Any = None) -> None:
+        self.socket = socket
         self.written: list[bytes] = []
         self.ended = ""
         self.reading = True
@@ -37,7 +38,7 @@ class Transport:
         return b"".join(self.written)
 
     def get_extra_info(self, name: str) -> Any:
-        return None
+        return self.socket if name == "socket" else None
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -83,8 +84,8 @@ class Bench:
         self.engine = Upstream(self.pool)
         self.engine.connection_made(self.engine_transport)  # type: ignore[arg-type]
 
-    def client(self) -> tuple[Downstream, Transport]:
-        transport = Transport()
+    def client(self, socket: Any = None) -> tuple[Downstream, Transport]:
+        transport = Transport(socket)
         downstream = Downstream(self.gateway)
         downstream.connection_made(transport)  # type: ignore[arg-type]
         return downstream, transport

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import struct
+import sys
 from typing import Any
 
 import msgspec
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from stopguard.gateway.settings import GatewaySettings, HalfClose, Limits, Liveness, Policies, Timeouts
 from stopguard.gateway.upstream import Upstream
-from stopguard.stops import ClientPolicy
+from stopguard.stops import ClientPolicy, Effect, effects
 from tests.unit.gateway.bench import OK, Bench, Transport, parse
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
@@ -269,6 +272,49 @@ def test_the_engine_is_told_in_the_same_moment() -> None:
     client.eof_received()
     assert bench.engine_transport.ended == "abort"
     assert len(bench.gateway.book) == 0
+
+
+class KernelSocket:
+    """Heard of its peer 52 ms ago, or has no TCP to say so of."""
+
+    def __init__(self, *, tcp: bool) -> None:
+        self._tcp = tcp
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        if not self._tcp:
+            raise OSError(errno.EOPNOTSUPP, "not TCP")
+        return struct.pack("=56xI", 52)[:size]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO as Linux gives it")
+@pytest.mark.parametrize(
+    ("socket", "error", "late_seconds"),
+    [
+        (KernelSocket(tcp=True), None, 0.052),
+        (KernelSocket(tcp=True), TimeoutError(errno.ETIMEDOUT, "x"), 0.052),
+        (KernelSocket(tcp=True), ConnectionResetError(), None),
+        (KernelSocket(tcp=False), None, None),
+        (None, None, None),
+    ],
+    ids=["end of file", "vanished", "reset", "not TCP", "no socket"],
+)
+def test_the_books_say_how_late_we_knew(socket: Any, error: OSError | None, late_seconds: float | None) -> None:
+    bench = Bench()
+    stops: list[Any] = []
+
+    def keep(effect: Effect, at: float) -> None:
+        if isinstance(effect, effects.Settled):
+            stops.append(effect.tracked.ledgers.stop)
+
+    bench.gateway.observers.append(keep)
+    client, _ = bench.client(socket)
+    client.data_received(ASK)
+    if error is None:
+        client.eof_received()
+    client.connection_lost(error)
+    (stop,) = stops
+    known = None if stop.occurred_at is None else round(stop.observed_at - stop.occurred_at, 6)
+    assert known == late_seconds
 
 
 @pytest.mark.parametrize("data", [chunk(b"data: 2\n\n"), chunk(b"data: 2\n\n") * 2], ids=["one chunk", "two chunks"])
