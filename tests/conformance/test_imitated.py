@@ -30,7 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deepinfer": {},
     # Its gauges may be read every two seconds only, and a stop takes several readings: time for a busy machine.
     "llamacpp": {"settle_seconds": 60.0},
-    "sglang": {},
+    # The imitation has neither the tokenizer's route nor /generate.
+    "sglang": {"resumes": False},
     "trtllm": {"prepare": has_run_once},
     "vllm": {},
 }

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
 from stopguard.engines import AbortReply, Capabilities
+from stopguard.engines.resumption import Ask, EngineCall
 from stopguard.ledger import EngineGauges, Evidence
 from stopguard.stops import CLOSE_CONNECTION, AbortAnswer, Door, DoorKind, EngineProfile, StopCause
 from stopguard.testing.conformance import Conformance, Subject
 from stopguard.testing.staging import StagingFailed
 from stopguard_refengine.adapter import ReferenceEngineAdapter
+from stopguard_refengine.resumption import ReferenceResumption
 from tests.conformance.imitations import imitation
 
 Check = Callable[[Conformance, Subject], None]
@@ -21,6 +23,10 @@ Check = Callable[[Conformance, Subject], None]
 
 def left(state: str) -> Check:
     return lambda suite, subject: suite.test_a_client_that_leaves_is_stopped(subject, state)
+
+
+def preempted(way: str) -> Check:
+    return lambda suite, subject: suite.test_whoever_makes_room_loses_nothing(subject, way)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,32 @@ class Unitless(ReferenceEngineAdapter):
         self.capabilities = Capabilities(endless_fields=self.capabilities.endless_fields)
 
 
+class LosesToken(ReferenceResumption):
+    """Goes on one token too early."""
+
+    def resume(self, ask: Ask, prompt_ids: Sequence[int], delivered_ids: Sequence[int]) -> EngineCall:
+        return super().resume(ask, prompt_ids, delivered_ids[:-1])
+
+
+class StartsAgain(ReferenceResumption):
+    """Forgets what was delivered."""
+
+    def resume(self, ask: Ask, prompt_ids: Sequence[int], delivered_ids: Sequence[int]) -> EngineCall:
+        return super().resume(ask, prompt_ids, ())
+
+
+class Forgetful(ReferenceEngineAdapter):
+    """Its streams do not go on where they were cut."""
+
+    resumption = LosesToken()
+
+
+class Amnesiac(ReferenceEngineAdapter):
+    """Its streams begin anew."""
+
+    resumption = StartsAgain()
+
+
 @pytest.mark.parametrize(
     ("adapter", "policy", "check"),
     [
@@ -106,6 +138,8 @@ class Unitless(ReferenceEngineAdapter):
         (Careless, "sglang", Conformance.test_knocking_does_no_harm),
         (Blind, "vllm", Conformance.test_gauges_see_a_request_and_return),
         (Unitless, "vllm", Conformance.test_gauges_see_a_request_and_return),
+        (Forgetful, "vllm", preempted("gateway")),
+        (Amnesiac, "vllm", preempted("gateway")),
     ],
 )
 def test_an_adapter_that_promises_too_much_does_not_pass(

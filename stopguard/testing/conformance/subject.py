@@ -124,8 +124,9 @@ class Subject:
     prefill to be met. `expected` promises less than the profile's best evidence for some states, by the names of
     `stopguard.testing.staging.STATES`: ``{"non_streaming": "none"}``, which is what is impossible there, to be said
     in the adapter's documentation too. `engine` is an adapter that has been made already, in the place of `kind`.
-    With `probes` the gateway listens for the probe inside the engine, which was started with that address and token,
-    and waits for it. `prepare` is called with the gateway before anything is examined.
+    `resumes` says whether streams can go on by token ids there; by default that is what the adapter says. With `probes`
+    the gateway listens for the probe inside the engine, which was started with that address and token, and waits for
+    it. `prepare` is called with the gateway before anything is examined.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Subject:
         fields: Mapping[str, Any] | None = None,
         expected: Mapping[str, str] | None = None,
         engine: Engine | None = None,
+        resumes: bool | None = None,
         probes: ProbeSettings | None = None,
         prepare: Callable[[Gateway], Awaitable[None]] | None = None,
     ) -> None:
@@ -163,6 +165,7 @@ class Subject:
             long_words=prompt_words,
         )
         self._made = engine
+        self._resumes = resumes
         self._prepare = prepare
         self._probes = probes
         self._number = 0
@@ -267,6 +270,11 @@ class Subject:
     def best_evidence(self) -> Evidence:
         """What the gateway can have there: the adapter's best, or more while a probe is inside."""
         return self.gateway.fleet.members[0].profile.best_evidence
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a stream that was cut can go on there by token ids."""
+        return getattr(self.engine, "resumption", None) is not None if self._resumes is None else self._resumes
 
     @property
     def readings(self) -> list[GaugeReading]:

@@ -25,6 +25,7 @@ from stopguard.engines.ids import OUR_ID
 from stopguard.engines.recognition import ask_over_http, recognise
 from stopguard.ledger import EngineGauges, Evidence
 from stopguard.stops import AbortAnswer, Door, DoorKind
+from stopguard.testing.conformance.preempting import Preempting
 from stopguard.testing.conformance.subject import Closed, Subject
 from stopguard.testing.staging import STATES
 
@@ -37,7 +38,7 @@ _BUDGET_TOLERANCE: Final = 0.9
 _STRANGER: Final = "sg-" + "0" * 32
 
 
-class Conformance:
+class Conformance(Preempting):
     """Derive from it, and define the fixture `subject` (a `Subject` that is entered), best of class scope."""
 
     # ---- what it says of itself ------------------------------------------------------------------
@@ -75,16 +76,6 @@ class Conformance:
         assert able.aborts_by_id or not (able.aborts_children or able.matches_by_prefix)
         if profile.best_evidence is Evidence.PROBE:
             assert profile.probed
-
-    def test_it_says_whether_it_can_preempt(self, subject: Subject) -> None:
-        """`preempts` needs somebody inside; resumption at the gateway needs token ids."""
-        able, engine = subject.capabilities, subject.engine
-        assert not able.preempts or engine.profile.probed, "only a probe preempts one named request"
-        resumption = getattr(engine, "resumption", None)
-        if resumption is not None:
-            assert able.token_ids_field or getattr(resumption, "prepares", False), (
-                "an exact resume needs the token ids of what was delivered"
-            )
 
     # ---- ids -------------------------------------------------------------------------------------
 
