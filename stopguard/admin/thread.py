@@ -21,6 +21,7 @@ import uvicorn
 
 from stopguard.config import Address, ServerTls
 from stopguard.errors import ConfigurationError
+from stopguard.listening import open_listener
 
 __all__ = ["AdminThread"]
 
@@ -54,7 +55,8 @@ class AdminThread:
 
         Raises `ConfigurationError` when the address cannot be had.
         """
-        listening = _bind(address)
+        listening = open_listener(address.host, address.port, whose="admin: ")
+        listening.listen(_BACKLOG)
         real = Address(*listening.getsockname()[:2])
         config = uvicorn.Config(
             app,
@@ -115,23 +117,6 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.when_started()
-
-
-def _bind(address: Address) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, where = found[0]
-        listening = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigurationError(f"admin: cannot listen on {address}: {error.strerror or error}") from error
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(where)
-        listening.listen(_BACKLOG)
-    except OSError as error:
-        listening.close()
-        raise ConfigurationError(f"admin: cannot listen on {address}: {error.strerror or error}") from error
-    return listening
 
 
 def _tls_options(tls: ServerTls | None) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from stopguard.gateway.seen_heads import SeenHeads
 from stopguard.gateway.settings import EngineSettings, GatewaySettings, Listener
 from stopguard.gateway.statistics import GatewayStatistics
 from stopguard.ledger import Book
+from stopguard.listening import open_listeners
 from stopguard.preemption import Mode
 from stopguard.stops import (
     AbortAnswer,
@@ -135,7 +136,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         try:
             for listener in self.settings.listeners:
-                for opened in await self._listen(listener):
+                for opened in self._listen(listener):
                     server = await self._loop.create_server(
                         lambda: Downstream(self), sock=opened, ssl=listener.tls, backlog=listener.backlog
                     )
@@ -429,34 +430,17 @@ class Gateway:
 
     # ---- private -------------------------------------------------------------------------------
 
-    async def _listen(self, listener: Listener) -> list[socket.socket]:
-        try:
-            found = await self._loop.getaddrinfo(
-                listener.host, listener.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-        except OSError as error:
-            raise ConfigurationError(f"cannot listen on {listener.host}: {error.strerror or error}") from None
-        opened: list[socket.socket] = []
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            listening = socket.socket(family, kind, protocol)
-            try:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if listener.reuse_port:
-                    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                if family == socket.AF_INET6:
-                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listening.setblocking(False)
-                set_listener_options(listening, self.settings.liveness)
-                listening.bind(address)
-            except OSError as error:
-                listening.close()
-                for other in opened:
-                    other.close()
-                raise ConfigurationError(
-                    f"cannot listen on {listener.host}:{listener.port}: {error.strerror or error}"
-                ) from None
-            opened.append(listening)
-        return opened
+    def _listen(self, listener: Listener) -> list[socket.socket]:
+        def prepare(listening: socket.socket) -> None:
+            if listening.family == socket.AF_INET6:
+                # A listener of its own may serve the same port of IPv4.
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            if listener.reuse_port:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listening.setblocking(False)
+            set_listener_options(listening, self.settings.liveness)
+
+        return open_listeners(listener.host, listener.port, prepare=prepare)
 
     async def _until_empty(self, seconds: float) -> None:
         if len(self.registry):

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import stat
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from typing import Final, Protocol
 import msgspec
 
 from stopguard.errors import ConfigurationError
+from stopguard.listening import open_listener
 from stopguard.probe import wire
 from stopguard.probe.link import Link, ProbeLimits
 from stopguard.probe.sender import parse_address
@@ -154,13 +156,14 @@ class Collector:
         #: Exceptions of the audience: bugs of ours, each in the log.
         self.failures = 0
         self.addresses: list[str] = []
-        self._wanted = [(address, parse_address(address)) for address in addresses]
+        self._wanted = [parse_address(address) for address in addresses]
         self._audience = audience
         self._links: dict[Link, Source | None] = {}
         self._servers: list[asyncio.Server] = []
         self._paths: list[tuple[str, int]] = []
         self._orders: dict[int, _Order] = {}
-        self._command_id = 0
+        #: Not from one: an answer that is late, to a collector that was here before this one, answers nothing.
+        self._command_id = secrets.randbits(48)
         self._last_sequences: OrderedDict[str, int] = OrderedDict()
         self._said: dict[str, float] = {}
 
@@ -170,14 +173,14 @@ class Collector:
         """Listen. `addresses` has the real addresses afterwards. `ConfigurationError` when one cannot be had."""
         loop = asyncio.get_running_loop()
         try:
-            for text, address in self._wanted:
+            for address in self._wanted:
                 if isinstance(address, str):
                     opened = _bind_path(address)
                     self._paths.append((address, os.stat(address).st_ino))
                     server = await loop.create_unix_server(self._link, sock=opened)
                     self.addresses.append(address)
                 else:
-                    server = await loop.create_server(self._link, sock=_bind(text, address))
+                    server = await loop.create_server(self._link, sock=open_listener(*address, whose="probe: "))
                     host, port = server.sockets[0].getsockname()[:2]
                     self.addresses.append(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
                 self._servers.append(server)
@@ -423,23 +426,6 @@ class Collector:
 
 def _in_scheduler(snapshot: wire.Snapshot) -> frozenset[str]:
     return frozenset(each.request_id for each in snapshot.requests if each.place != "gone")
-
-
-def _bind(text: str, address: tuple[str, int]) -> socket.socket:
-    host, port = address
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, where = found[0]
-        opened = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigurationError(f"probe: cannot listen on {text}: {error.strerror or error}") from error
-    try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(where)
-    except OSError as error:
-        opened.close()
-        raise ConfigurationError(f"probe: cannot listen on {text}: {error.strerror or error}") from error
-    return opened
 
 
 def _bind_path(path: str) -> socket.socket:

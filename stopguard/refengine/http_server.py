@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 
 from stopguard.errors import ConfigurationError
+from stopguard.listening import open_listener
 from stopguard.refengine.http_app import Application
 from stopguard.refengine.http_face import Face
 
@@ -28,24 +28,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. `ConfigurationError` when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named since asyncio turns Nagle off only on sockets that say they are TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return listener
-
-
 @asynccontextmanager
 async def serving(face: Face, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """Serve `face` in the running loop; gives the URL. At the end open requests get an error, and all is closed."""
-    listener = listen(host, port)
+    listener = open_listener(host, port)
     name = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(
         Application(face),

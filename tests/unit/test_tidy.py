@@ -22,12 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LINES_MAX = 600
 
 HEART = ["errors", "ledger", "stops"]
-LOWER_HALF = [*HEART, "probe", "config", "engines", "telemetry", "preemption"]
+LOWER_HALF = [*HEART, "listening", "probe", "config", "engines", "telemetry", "preemption"]
 MAY_IMPORT: dict[str, list[str]] = {
     "errors": [],
+    "listening": ["errors"],
     "ledger": ["errors"],
     "stops": ["errors", "ledger", "probe"],  # of the probe only its event schema
-    "probe": ["errors"],
+    "probe": ["errors", "listening"],
     "config": [*HEART, "probe"],
     "engines": [*HEART, "probe", "config"],
     "telemetry": [*HEART, "probe", "config", "engines"],
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "admin": [*LOWER_HALF, "gateway"],
     "audit": [*LOWER_HALF, "gateway", "admin"],
     "middleware": LOWER_HALF,
-    "refengine": [*HEART, "probe"],
+    "refengine": [*HEART, "listening", "probe"],
     "testing": [*HEART, "probe", "engines", "preemption", "gateway", "refengine", "audit"],
     "cli": [*LOWER_HALF, "gateway", "admin", "audit", "middleware", "refengine", "testing"],
 }

@@ -17,11 +17,10 @@ import httpx
 import openai
 import pytest
 
-from stopguard.errors import ConfigurationError
 from stopguard.refengine.engine import ReferenceEngine
 from stopguard.refengine.http_driver import RealClock
 from stopguard.refengine.http_face import Face, FaceOptions
-from stopguard.refengine.http_server import listen, serving
+from stopguard.refengine.http_server import serving
 from stopguard.refengine.interface import EngineConfig
 from tests.unit.refengine_http.helpers import CHAT, chat
 
@@ -170,13 +169,6 @@ async def test_shutdown_ends_open_streams_with_an_error() -> None:
     assert received[-1] == "data: [DONE]"
     assert not face.exchanges
     assert not face.driver.tickets
-
-
-def test_an_address_that_is_taken() -> None:
-    with listen("127.0.0.1", 0) as first:
-        first.listen()
-        with pytest.raises(ConfigurationError, match="cannot listen on"):
-            listen("127.0.0.1", first.getsockname()[1])
 
 
 def _serve(*arguments: str) -> subprocess.Popen[str]:
