@@ -51,6 +51,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "vllm": ({"max_num_seqs": 16}, {"slots": 16, "long_tokens": 1900}),
     "deepinfer": ({}, {}),
 }
+#: What else must be known to read an engine's gauges.
+STALE = {"sglang": ", and are up to 15 steps old while others run"}
 ALONE, THROUGH, INSIDE = "the engine alone", "through StopGuard", "with its probe inside"
 
 Idle = Callable[[int], Coroutine[Any, Any, float]]
@@ -196,7 +198,8 @@ def measure(kind: str, rounds: int, *, probe: bool) -> Table:
             with Subject(kind, engine.url, model=engine.model, settle_seconds=PATIENCE_SECONDS, **shape) as subject:
                 log = LogOfServer(log_file) if kind == "llamacpp" else None
                 seconds = subject.engine.gauge_seconds
-                table.resolution = "by its log" if log else f"its gauges are read every {seconds * 1000:.0f} ms"
+                read = f"its gauges are read every {seconds * 1000:.0f} ms{STALE.get(kind, '')}"
+                table.resolution = "by its log" if log else read
                 _measure(table, subject, {ALONE: subject.direct, THROUGH: subject.through}, rounds, log)
                 if log is not None:
                     log.close()
