@@ -17,11 +17,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from typing import Any, Final
 
 from stopguard.probe.sender import Sender
 from stopguard_vllm.plugin_attach import Hooks, attach, missing_points
-from stopguard_vllm.plugin_commands import ACTIONS, Commands
+from stopguard_vllm.plugin_commands import Commands, actions_of
 from stopguard_vllm.plugin_front_end import attach_front_end, attach_launcher, ranks_of
 from stopguard_vllm.plugin_probe import SchedulerProbe
 
@@ -110,7 +111,6 @@ def _attach_core(core: Any) -> CoreProbe | None:
         return None
     wake = getattr(EngineCoreRequestType, "WAKEUP", None)
     nothing: tuple[Any, Any] = (wake, None) if wake is not None else (EngineCoreRequestType.ABORT, [])
-    actions = ACTIONS if callable(getattr(core, "_send_abort_outputs", None)) else ACTIONS[1:]
     pool = scheduler.kv_cache_manager.block_pool
     rank, ranks = ranks_of(int(getattr(core, "engine_index", 0)), os.environ)
     sender = Sender.from_environment(
@@ -121,7 +121,7 @@ def _attach_core(core: Any) -> CoreProbe | None:
         ranks=ranks,
         blocks_total=int(pool.num_gpu_blocks) - 1,  # the null block is never anybody's
         block_tokens=int(scheduler.block_size),
-        commands=actions,
+        commands=actions_of(core),
         on_command=lambda: core.input_queue.put_nowait(nothing),
     )
     if sender is None:
@@ -130,6 +130,17 @@ def _attach_core(core: Any) -> CoreProbe | None:
     core_probe = CoreProbe(sender, probe, Commands(core, probe, sender, RequestStatus))
     hooks, commands = core_probe.hooks, core_probe.commands
     absent = attach(scheduler, probe, hooks)
+
+    def look() -> None:
+        probe.urgent = True
+        core.input_queue.put_nowait(nothing)
+
+    def look_again(seconds: float) -> None:
+        timer = threading.Timer(seconds, look)
+        timer.daemon = True
+        timer.start()
+
+    probe.slots.look_again = look_again
 
     def before_request(*arguments: Any) -> bool:
         commands.run()

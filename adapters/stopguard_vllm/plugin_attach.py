@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from stopguard.probe.sender import Guarded
 from stopguard_vllm.plugin_probe import SchedulerProbe
+from stopguard_vllm.plugin_slots import encoder_references
 
 __all__ = ["Hooks", "attach", "missing_points"]
 
@@ -38,6 +39,7 @@ _READ: Final = (
     "kv_cache_manager.block_pool.get_num_free_blocks",
 )
 _USEFUL: Final = ("_drain_deferred_frees",)
+_ENCODER: Final = "encoder_cache_manager."
 
 Before = Callable[..., Any]
 After = Callable[..., Any]
@@ -89,10 +91,10 @@ class Hooks:
 
         self._put(instance, name, wrapped)
 
-    def after(self, instance: Any, name: str, hook: After) -> None:
-        """Call `hook(result, *arguments)` after the method `name`."""
+    def after(self, instance: Any, name: str, hook: After, owner: str = "") -> None:
+        """Call `hook(result, *arguments)` after the method `name` (of `owner`, for people)."""
         method = getattr(instance, name)
-        last = self.guarded(hook, name)
+        last = self.guarded(hook, owner + name)
 
         @functools.wraps(method)
         def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -100,12 +102,12 @@ class Hooks:
             last(result, *arguments, **named)
             return result
 
-        self._put(instance, name, wrapped)
+        self._put(instance, name, wrapped, owner)
 
-    def _put(self, instance: Any, name: str, wrapped: Callable[..., Any]) -> None:
+    def _put(self, instance: Any, name: str, wrapped: Callable[..., Any], owner: str = "") -> None:
         setattr(instance, name, wrapped)
         self._places.append((instance, name))
-        self.attached.append(name)
+        self.attached.append(owner + name)
 
     def remove(self) -> None:
         """Give every instance its own methods back."""
@@ -138,7 +140,20 @@ def attach(scheduler: Any, probe: SchedulerProbe, hooks: Hooks) -> tuple[str, ..
         lambda request, *rest, **named: probe.before_free(request),
         lambda before, _, request, *rest, **named: probe.freed(before, request),
     )
-    missing = tuple(name for name in _USEFUL if not callable(getattr(scheduler, name, None)))
+    missing = [name for name in _USEFUL if not callable(getattr(scheduler, name, None))]
     if not missing:
-        hooks.after(scheduler, "_drain_deferred_frees", lambda _: probe.drained())
-    return missing
+        hooks.around(
+            scheduler,
+            "_drain_deferred_frees",
+            # Called at each step of an engine that defers; nearly always nothing waits, and then `after` is spared.
+            lambda: probe.before_drain() or None,
+            lambda before, _: probe.drained(before),
+        )
+    manager = getattr(scheduler, "encoder_cache_manager", None)
+    if encoder_references(manager) is None:
+        return (*missing, f"{_ENCODER}cached")
+    for name in ("check_and_update_cache", "allocate", "free_encoder_input"):
+        hooks.after(manager, name, lambda _, request, input_id: probe.slots.encoder_output(request, input_id), _ENCODER)
+    if callable(getattr(manager, "reset", None)):
+        hooks.after(manager, "reset", lambda _: probe.slots.encoder_emptied(), _ENCODER)
+    return tuple(missing)

@@ -6,6 +6,8 @@
 * **preempt** takes a running request's room away and keeps it aside until **resume**; **hold** only keeps a waiting
   one from being scheduled. What is kept aside is in none of the scheduler's queues (a list of excluded ones would
   make an idle core spin) and stays in `Scheduler.requests`, so that an abort still finds it.
+* **prioritise** changes what a scheduler with the policy `priority` sorts by: for one that waits, its place in the
+  queue; for one that runs, who is preempted first when blocks run out.
 
 Requests with a KV connector are not preempted: a transfer may still write what would be given away. An engine that
 shuts down and drains takes back what is parked, since its own count of unfinished requests does not know it.
@@ -20,10 +22,18 @@ from typing import Any, Final, Protocol
 from stopguard.probe import wire
 from stopguard_vllm.plugin_probe import SchedulerProbe, is_ours, outer_id, parent_of
 
-__all__ = ["ACTIONS", "CommandSource", "Commands"]
+__all__ = ["CommandSource", "Commands", "actions_of"]
 
-ACTIONS: Final[tuple[wire.Action, ...]] = ("abort", "preempt", "hold", "resume", "snapshot")
+_ACTIONS: Final[tuple[wire.Action, ...]] = ("preempt", "hold", "resume", "snapshot")
 _AGAIN_SECONDS: Final = 0.02
+
+
+def actions_of(core: Any) -> tuple[wire.Action, ...]:
+    """What this core can be told: to abort only if it can tell its front end, to prioritise only if it sorts."""
+    aborts: tuple[wire.Action, ...] = ("abort",) if callable(getattr(core, "_send_abort_outputs", None)) else ()
+    policy = getattr(getattr(core.scheduler, "policy", None), "value", "fcfs")
+    sorts: tuple[wire.Action, ...] = ("prioritise",) if policy == "priority" else ()
+    return (*aborts, *_ACTIONS, *sorts)
 
 
 class CommandSource(Protocol):
@@ -52,11 +62,12 @@ class Commands:
         self._probe = probe
         self._source = source
         self._statuses = statuses
-        self._actions: dict[str, Callable[[list[Any]], wire.Answer]] = {
+        self._actions: dict[str, Callable[[list[Any], wire.Command], wire.Answer]] = {
             "abort": self._abort,
             "preempt": self._preempt,
             "hold": self._hold,
             "resume": self._resume,
+            "prioritise": self._prioritise,
         }
 
     def run(self) -> None:
@@ -77,7 +88,7 @@ class Commands:
                 command.command_id, "gone" if command.request_id in self._probe.recent else "unknown"
             )
         try:
-            return wire.CommandAnswer(command.command_id, action(requests))
+            return wire.CommandAnswer(command.command_id, action(requests, command))
         except _Answer as other:
             return wire.CommandAnswer(command.command_id, other.answer, other.retry_after_seconds, str(other))
         except Exception as error:  # the engine's own methods, called in a way that it does not know
@@ -98,7 +109,7 @@ class Commands:
 
     # ---- abort ----------------------------------------------------------------------------------------
 
-    def _abort(self, requests: list[Any]) -> wire.Answer:
+    def _abort(self, requests: list[Any], _command: wire.Command) -> wire.Answer:
         ids = [request.request_id for request in requests]
         self._scheduler.finish_requests(ids, self._statuses.FINISHED_ABORTED)
         ended = [request for request in requests if request.is_finished()]
@@ -109,7 +120,7 @@ class Commands:
 
     # ---- preempt, hold, resume --------------------------------------------------------------------------
 
-    def _preempt(self, requests: list[Any]) -> wire.Answer:
+    def _preempt(self, requests: list[Any], _command: wire.Command) -> wire.Answer:
         running = [request for request in requests if request.status is self._statuses.RUNNING]
         if all(request.request_id in self._probe.parked for request in requests):
             return "applied"
@@ -124,7 +135,7 @@ class Commands:
                 self._park(request)
         return "applied"
 
-    def _hold(self, requests: list[Any]) -> wire.Answer:
+    def _hold(self, requests: list[Any], _command: wire.Command) -> wire.Answer:
         if any(request.status is self._statuses.RUNNING for request in requests):
             raise _Answer("refused", "it runs: preempt it", _AGAIN_SECONDS)
         self._check(requests)
@@ -149,10 +160,8 @@ class Commands:
 
     def _park(self, request: Any) -> None:
         scheduler = self._scheduler
-        for name in ("waiting", "kv_holding_waiting", "skipped_waiting"):
-            queue = getattr(scheduler, name, None)
-            if queue is not None:
-                queue.remove_requests([request])
+        for queue in self._queues():
+            queue.remove_requests([request])
         deferred = getattr(scheduler, "deferred_waiting", None)
         if deferred is not None:
             deferred.discard(request)
@@ -160,7 +169,7 @@ class Commands:
         if request.status is not self._statuses.PREEMPTED:
             self._probe.moved(request.request_id, "paused")
 
-    def _resume(self, requests: list[Any]) -> wire.Answer:
+    def _resume(self, requests: list[Any], _command: wire.Command) -> wire.Answer:
         parked = self._probe.parked
         held = [request for request in requests if request.request_id in parked]
         for request in held:
@@ -172,6 +181,24 @@ class Commands:
         self._scheduler.waiting.prepend_request(request)
         if request.status is not self._statuses.PREEMPTED:
             self._probe.moved(request.request_id, "waiting")
+
+    # ---- prioritise -------------------------------------------------------------------------------------
+
+    def _prioritise(self, requests: list[Any], command: wire.Command) -> wire.Answer:
+        """A heap in which a key changes is no heap any more: whoever waits is taken out and put in again."""
+        for request in requests:
+            queues = [queue for queue in self._queues() if any(other is request for other in queue)]
+            for queue in queues:
+                queue.remove_requests([request])
+            request.priority = command.priority
+            for queue in queues:
+                queue.add_request(request)
+        return "applied"
+
+    def _queues(self) -> list[Any]:
+        """The queues of those that wait, by the names that they have in one version or another."""
+        named = (getattr(self._scheduler, name, None) for name in ("waiting", "kv_holding_waiting", "skipped_waiting"))
+        return [queue for queue in named if queue is not None]
 
     def give_back(self) -> None:
         """Put everything that is parked back among those who wait: the engine drains, or the probe goes."""

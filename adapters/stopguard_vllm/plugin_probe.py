@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from stopguard.probe import wire
+from stopguard_vllm.plugin_slots import SlotWatch
 
 __all__ = ["ENDED_MARK", "QUIET_SECONDS", "FrameSink", "SchedulerProbe", "is_ours", "outer_id"]
 
@@ -98,7 +99,12 @@ class SchedulerProbe:
         #: Something else than tokens and blocks has happened, and should be known before the next step is over.
         self.urgent = False
         self._held: dict[str, int] = {}
-        self._fenced: deque[tuple[Any, str, int]] = deque()
+        #: Behind a fence: the scheduler's own list of the blocks, whose they are, how many, and how many of these
+        #: were given another holder while they should have lost one.
+        self._fenced: deque[tuple[Any, str, int, int]] = deque()
+        #: Behind a fence that is done, and not back.
+        self._stuck: dict[str, int] = {}
+        self.slots = SlotWatch(scheduler, self._tell, clock)
         #: Of aborted requests that steps under way still compute: (tokens to be sampled, tokens scheduled).
         self._owed: dict[str, tuple[int, int]] = {}
         self._preempted: set[str] = set()
@@ -119,6 +125,7 @@ class SchedulerProbe:
             self._events.append(
                 wire.Added(internal, self.clock(), int(request.num_prompt_tokens or 0), owner_of(internal))
             )
+            self.slots.added(request)
             self.urgent = True
 
     def scheduled(self, output: Any) -> None:
@@ -156,6 +163,7 @@ class SchedulerProbe:
         if more > 0 and self.sees_blocks:
             self._held[internal] = self._held.get(internal, 0) + more
             events.append(wire.BlocksHeld(internal, at, more))
+        self.slots.runs(internal)
         self.urgent = True
 
     def _look_for_transfers(self) -> None:
@@ -163,11 +171,16 @@ class SchedulerProbe:
         waiting = getattr(self.scheduler, "deferred_waiting", ())
         now = {request.request_id for request in waiting if request.status.name == "WAITING_FOR_REMOTE_KVS"}
         if now != self._transferring:
-            at = self.clock()
+            at, requests = self.clock(), self.scheduler.requests
             for internal in now - self._transferring:
                 self._events.append(wire.Moved(internal, at, "transferring"))
+                more = self._in_tables(internal) - self._held.get(internal, 0)
+                if more > 0 and self.sees_blocks:  # what is being filled is taken already
+                    self._held[internal] = self._held.get(internal, 0) + more
+                    self._events.append(wire.BlocksHeld(internal, at, more))
             for internal in self._transferring - now:
-                if internal in self.scheduler.requests:
+                # One that was stopped keeps its blocks until its transfer is over.
+                if internal in requests and not requests[internal].is_finished():
                     self._events.append(wire.Moved(internal, at, "waiting"))
             self._transferring = now
             self.urgent = True
@@ -189,6 +202,8 @@ class SchedulerProbe:
                 if each.finish_reason is not None:
                     self._events.append(wire.Finished(internal, at, str(each.finish_reason)))
                     self.urgent = True
+                    if self._connected:
+                        self._handed_over(internal, at)
         if self.urgent or at - self._flushed_at >= QUIET_SECONDS:
             self.flush(at)
 
@@ -244,7 +259,14 @@ class SchedulerProbe:
                 self._events.append(wire.Finished(internal, at, "stop" if aborted else "error"))
             else:
                 self._events.append(wire.AbortApplied(internal, at))
+            if self._connected:
+                self._handed_over(internal, at)
         self.urgent = True
+
+    def _handed_over(self, internal: str, at: float) -> None:
+        """It is over: where the scheduler still has it, a connector reads or writes its blocks."""
+        if internal in self.scheduler.requests and internal not in self._transferring:
+            self._events.append(wire.Moved(internal, at, "transferring"))
 
     @staticmethod
     def _still_sampled(request: Any) -> int:
@@ -268,6 +290,12 @@ class SchedulerProbe:
         self._preempted.add(internal)
         self._events.append(wire.Preempted(internal, at, recompute_tokens))
         self._events.append(wire.Moved(internal, at, "preempted"))
+        self.slots.set_aside(request)
+        self.urgent = True
+
+    def _tell(self, event: wire.Event) -> None:
+        """A slot was taken or given back."""
+        self._events.append(event)
         self.urgent = True
 
     def moved(self, internal: str, place: wire.Place) -> None:
@@ -300,7 +328,8 @@ class SchedulerProbe:
             fences: Sequence[tuple[int, Any]] = getattr(self.scheduler, "deferred_frees", ())
             if len(fences) > fences_before:
                 fence, waiting = fences[-1]
-                self._fenced.append((waiting, internal, blocks))
+                grown = sum(block.ref_cnt > count for block, count in zip(given, holders, strict=True))
+                self._fenced.append((waiting, internal, blocks, grown))
                 if blocks:
                     events.append(wire.BlocksFenced(internal, at, blocks, int(fence)))
             else:
@@ -314,33 +343,44 @@ class SchedulerProbe:
                 if missing:
                     self._held[internal] = missing
         if request.is_finished():
-            self._gone(internal, at)
+            self._gone(request, at)
         self.urgent = True
 
-    def _gone(self, internal: str, at: float) -> None:
+    def _gone(self, request: Any, at: float) -> None:
         """`Scheduler._free_blocks` forgets the request right after this."""
+        internal = request.request_id
         self._preempted.discard(internal)
         self._transferring.discard(internal)
         self.parked.pop(internal, None)
         self._events.append(wire.Moved(internal, at, "gone"))
+        self.slots.gone(request)
         recent = self.recent
         recent[outer_id(internal)] = None
         if len(recent) > _RECENT_MAX:
             del recent[next(iter(recent))]
 
-    def drained(self) -> None:
-        """`Scheduler._drain_deferred_frees` has returned the blocks whose step is done."""
+    def before_drain(self) -> list[list[tuple[Any, int]]]:
+        """`Scheduler._drain_deferred_frees`: how many hold each block behind each fence that is ours."""
+        return [[(block, block.ref_cnt) for block in blocks if not block.is_null] for blocks, *_ in self._fenced]
+
+    def drained(self, before: list[list[tuple[Any, int]]]) -> None:
+        """`Scheduler._drain_deferred_frees` has returned the blocks whose step is done.
+
+        As at any release each block must have one holder less. One that has not stays behind its fence in the books.
+        """
         waiting = self._fenced
-        if not waiting:
-            return
-        kept = {id(blocks) for _, blocks in self.scheduler.deferred_frees}
+        still = {id(blocks) for _, blocks in self.scheduler.deferred_frees}
         at = self.clock()
-        for _ in range(len(waiting)):
-            blocks, internal, count = waiting.popleft()
-            if id(blocks) in kept:
-                waiting.append((blocks, internal, count))
-            elif count:
-                self._events.append(wire.BlocksReturned(internal, at, count, fenced=True))
+        for holders in before:
+            blocks, internal, count, grown = waiting.popleft()
+            if id(blocks) in still:
+                waiting.append((blocks, internal, count, grown))
+                continue
+            kept = grown + sum(block.ref_cnt >= held for block, held in holders)
+            if kept:
+                self._stuck[internal] = self._stuck.get(internal, 0) + kept
+            if count > kept:
+                self._events.append(wire.BlocksReturned(internal, at, count - kept, fenced=True))
                 self.urgent = True
 
     # ---- frames ---------------------------------------------------------------------------------------------
@@ -348,6 +388,7 @@ class SchedulerProbe:
     def flush(self, at: float | None = None) -> None:
         """Send what has happened, if anything has."""
         at = self.clock() if at is None else at
+        self.slots.settle()
         first: list[wire.Event] = []
         for internal, count in self._tokens.items():
             first.append(wire.TokensComputed(internal, at, count))
@@ -388,30 +429,39 @@ class SchedulerProbe:
         return len(scheduler.running), waiting
 
     def snapshot(self, command_id: int) -> wire.Snapshot:
-        """Every request that the scheduler has now."""
+        """Every request that the scheduler has now, and those that are over and of which something is not back."""
         self.flush()
         running, waiting = self._counts()
-        fenced: dict[str, int] = {}
-        for _, internal, count in self._fenced:
+        fenced = dict(self._stuck)
+        for _, internal, count, _ in self._fenced:
             fenced[internal] = fenced.get(internal, 0) + count
-        requests = list(self.scheduler.requests.values())
+        requests = self.scheduler.requests
+        rows = [self._now(request, fenced.get(request.request_id, 0)) for request in requests.values()]
+        for internal in (self._held.keys() | fenced.keys() | self.slots.held.keys()) - requests.keys():
+            held, slots = self._held.get(internal, 0), dict(self.slots.held.get(internal, {}))
+            behind = fenced.get(internal, 0)
+            rows.append(
+                wire.RequestNow(
+                    internal, "gone", 0, owner_of(internal), blocks_held=held, blocks_fenced=behind, slots=slots
+                )
+            )
         return wire.Snapshot(
             command_id,
             self.sequence,
             self.step,
             self.clock(),
-            [self._now(request, fenced.get(request.request_id, 0)) for request in requests[:_SNAPSHOT_MAX]],
+            rows[:_SNAPSHOT_MAX],
             running,
             waiting,
             self._pool.get_num_free_blocks(),
             0,
-            complete=len(requests) <= _SNAPSHOT_MAX,
+            complete=len(rows) <= _SNAPSHOT_MAX,
         )
 
     def _now(self, request: Any, blocks_fenced: int) -> wire.RequestNow:
         internal = request.request_id
         tokens = int(request.num_output_tokens)
-        held = sum(not block.is_null for table in self._tables for block in table.get(internal) or ())
+        held = self._in_tables(internal)
         if held != self._held.get(internal, 0):
             self._held[internal] = held  # the snapshot is the new base of the books
         return wire.RequestNow(
@@ -425,7 +475,11 @@ class SchedulerProbe:
             tokens,
             tokens,
             0,
+            dict(self.slots.held.get(internal, {})),
         )
+
+    def _in_tables(self, internal: str) -> int:
+        return sum(not block.is_null for table in self._tables for block in table.get(internal) or ())
 
     def _place(self, request: Any) -> wire.Place:
         internal = request.request_id
@@ -436,4 +490,4 @@ class SchedulerProbe:
             return "preempted"
         if internal in self.parked:
             return "paused"
-        return "transferring" if name == "WAITING_FOR_REMOTE_KVS" else "waiting"
+        return "transferring" if name == "WAITING_FOR_REMOTE_KVS" or request.is_finished() else "waiting"

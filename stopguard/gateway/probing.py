@@ -185,7 +185,9 @@ class Probing:
         seeing = [source for source in self.sources(engine) if source.keeps_books]
         return bool(seeing) and all(action in source.hello.commands for source in seeing)
 
-    async def order(self, engine: str, action: wire.Action, request_id: str, *, reason: str = "") -> OrderResult:
+    async def order(
+        self, engine: str, action: wire.Action, request_id: str, *, reason: str = "", priority: int = 0
+    ) -> OrderResult:
         """Have `action` done to one request, by whichever process has it; in the gateway's loop."""
         future: asyncio.Future[OrderResult] = asyncio.get_running_loop().create_future()
 
@@ -193,7 +195,7 @@ class Probing:
             if not future.done():
                 future.set_result(result)
 
-        self.collector.order(engine, action, request_id, done, reason=reason)
+        self.collector.order(engine, action, request_id, done, reason=reason, priority=priority)
         return await future
 
     async def next_frame(self) -> None:
@@ -349,7 +351,8 @@ class Probing:
         if gap_since is not None:
             if self.bystander:
                 for row in snapshot.requests:
-                    self._open(engine, row.parent_id or row.request_id, at)
+                    if row.place != "gone":  # what is left of one that was over before we came
+                        self._open(engine, row.parent_id or row.request_id, at)
 
             def mine(part: str) -> bool:
                 tracked = controller.parts.get(part)

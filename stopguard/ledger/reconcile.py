@@ -31,6 +31,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     cache keeps and would give away is not used. `request_ids` are the ids that the engine knows,
     where it lists them (a probe's snapshot). `holds_since` is for gauges that are behind (those of an engine's last
     step): the latest moment of which it is known that the numbers are not older. `None`: they are of `at`.
+    `block_tokens` is how many tokens a block has.
     """
 
     at: float
@@ -38,6 +39,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int | None = None
     blocks_used: int | None = None
     blocks_total: int | None = None
+    block_tokens: int | None = None
     slots_used: int | None = None
     request_ids: frozenset[str] | None = None
     holds_since: float | None = None

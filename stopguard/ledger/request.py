@@ -41,7 +41,7 @@ from stopguard.ledger.errors import (
     RequestClosed,
     TimeWentBackwards,
 )
-from stopguard.ledger.leaks import Leak, opened_by
+from stopguard.ledger.leaks import Leak, found
 from stopguard.ledger.obligations import Obligation
 from stopguard.ledger.record import Mark, RequestRecord, StopSummary
 from stopguard.ledger.vouchers import Voucher
@@ -335,34 +335,27 @@ class RequestLedgers:
     # ---- deadlines -------------------------------------------------------------------------
 
     def expire(self, at: float) -> list[Leak]:
-        """Every obligation whose deadline has passed becomes a leak; its amount stays open."""
-        leaks: list[Leak] = []
+        """What is not here at its deadline is a leak, one an account, and stays open. Returns the leaks that are new.
+
+        More of an account that has leaked already makes that leak of this request larger.
+        """
+        late: dict[Account, list[Entry]] = {}
         self.check_open(1, at)
         for sequence, obligation in (self.obligations or {}).items():
-            due_at = obligation.entry.due_at
-            if obligation.expired or due_at is None or due_at > at:
-                continue
             pending = obligation.entry
-            left, note = obligation.remaining, pending.note
-            self._record(pending.debit, pending.credit, left, at, EntryState.EXPIRED, _NONE, note, sequence, None, None)
-            obligation.expired = True
-            leaks.append(
-                Leak(
-                    request_id=self.request_id,
-                    engine=self.engine,
-                    model=self.model,
-                    ledger=pending.debit.ledger,
-                    account=pending.debit,
-                    amount=left,
-                    due_at=due_at,
-                    found_at=at,
-                    opened_by=opened_by(self.entries, pending.debit),
-                    note=note,
-                )
+            if obligation.expired or pending.due_at is None or pending.due_at > at:
+                continue
+            debit, credit, left = pending.debit, pending.credit, obligation.remaining
+            expired = self._record(
+                debit, credit, left, at, EntryState.EXPIRED, _NONE, pending.note, sequence, None, None
             )
-        if leaks:
-            self.leaks = (self.leaks or []) + leaks
-        return leaks
+            obligation.expired = True
+            late.setdefault(debit, []).append(expired)
+        if not late:
+            return []
+        whose = (self.request_id, self.engine, self.model)
+        self.leaks, new = found(whose, self.entries, self.leaks or [], late)
+        return new
 
     def give_up(self, account: Account, at: float, reason: str) -> Entry | None:
         """Stop waiting for what is in one open account: it is written off, by an entry that says so."""

@@ -45,8 +45,9 @@ _ORDER_SECONDS: Final = 2.0
 _REMEMBERED: Final = 1024
 _SAY_AGAIN_SECONDS: Final = 30.0
 _NAME_CHARACTERS_MAX: Final = 128
-#: The best first: what one source says decides when it is better than what the others say.
-_RANKS: Final[tuple[wire.Answer, ...]] = ("applied", "accepted", "refused", "gone", "failed", "unknown", "unsupported")
+#: The best first: what one source says decides when it is better than what the others say. All but `unknown` are said
+#: by whoever has the request.
+_RANKS: Final[tuple[wire.Answer, ...]] = ("applied", "accepted", "refused", "gone", "failed", "unsupported", "unknown")
 
 
 class OrderResult(msgspec.Struct, frozen=True):
@@ -215,6 +216,7 @@ class Collector:
         done: Callable[[OrderResult], None],
         *,
         reason: str = "",
+        priority: int = 0,
         seconds: float = _ORDER_SECONDS,
     ) -> None:
         """Have `action` done by whichever source of `engine` has the request; `done` is called once, maybe at once."""
@@ -226,7 +228,7 @@ class Collector:
             done(OrderResult("failed", 0.0, f"{self.limits.orders} orders are on their way already"))
             return
         self._command_id += 1
-        command = wire.Command(self._command_id, action, request_id, reason)
+        command = wire.Command(self._command_id, action, request_id, reason, priority)
         reached = {source for source in able if source.link.send(command)}
         if not reached:
             done(OrderResult("failed", 0.0, "the probe's connection is closed"))

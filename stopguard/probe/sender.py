@@ -17,10 +17,11 @@ thread, with nothing to give; must not wait) whenever commands came. `guard` is 
 The rules
 ---------
 The engine is never slowed, never stopped and never made to fail by any of this. `send` puts a frame in a bounded
-queue; when it is full the oldest frame goes and is counted, and the collector is told (`wire.Gap`). Two daemon
-threads do everything else: one writes, one reads. A collector that is dead, slow, or not the one that knows the
-token costs one line in the log and a retry every few seconds; one that sends too much is read more slowly. A process
-that is forked off has no sender: in the child `send` does nothing and the parent's connection is closed.
+queue; when it is full the oldest frame goes and is counted, and the collector is told (`wire.Gap`). Answers and
+snapshots are not dropped for frames (`sender_queue`). Two daemon threads do everything else: one writes, one reads. A
+collector that is dead, slow, or not the one that knows the token costs one line in the log and a retry every few
+seconds; one that sends too much is read more slowly. A process that is forked off has no sender: in the child `send`
+does nothing and the parent's connection is closed.
 
 Environment: `STOPGUARD_COLLECTOR` (tcp://HOST:PORT or the path of a Unix socket), `STOPGUARD_COLLECTOR_TOKEN` and,
 where several engines of one kind are known to the gateway, `STOPGUARD_ENGINE_NAME` (its name there).
@@ -33,7 +34,6 @@ import functools
 import hmac
 import logging
 import os
-import queue
 import secrets
 import socket
 import struct
@@ -48,6 +48,7 @@ import msgspec
 
 from stopguard.errors import ConfigurationError
 from stopguard.probe import wire
+from stopguard.probe.sender_queue import SendQueue
 
 __all__ = ["Guarded", "Sender", "guard", "parse_address"]
 
@@ -78,7 +79,6 @@ _COMMAND_BYTES_MAX: Final = 64 * 1024
 
 #: (host, port), or the path of a Unix socket.
 _Address = tuple[str, int] | str
-_Queued = wire.Frame | wire.Snapshot | wire.CommandAnswer | wire.Hello | tuple[wire.Ping, float] | None
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -131,6 +131,8 @@ class Sender:
         #: Frames that the collector will never see.
         self.frames_dropped = 0
         self.frames_sent = 0
+        #: Answers and snapshots for which there was no room: the collector asks and does not read.
+        self.answers_dropped = 0
         self.connects = 0
         #: Messages that could not be encoded: a plugin's mistake.
         self.broken_messages = 0
@@ -142,7 +144,7 @@ class Sender:
             hello, instance=secrets.token_hex(8), host=socket.gethostname(), process=os.getpid()
         )
         self._frames_max = frames_max
-        self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
+        self._queue = SendQueue(frames_max)
         self._commands: deque[wire.Command] = deque()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -221,10 +223,10 @@ class Sender:
         """Queue one message; about a microsecond. Never waits and never raises. Any thread."""
         if self._inert:
             return
-        waiting = self._queue
-        if waiting.qsize() >= self._frames_max:
-            self._drop_oldest()
-        waiting.put(message)
+        if isinstance(message, wire.Frame):
+            self.frames_dropped += self._queue.put_frame(message)
+        else:
+            self.answers_dropped += not self._queue.put_word(message)
 
     def commands(self) -> Sequence[wire.Command]:
         """Take the commands that came since the last call, oldest first. Call it between two steps."""
@@ -241,12 +243,12 @@ class Sender:
         """Change fields of the hello (`blocks_total`, `hooks_missing`, ...) and tell the collector."""
         self._hello = msgspec.structs.replace(self._hello, **changes)
         if not self._inert:
-            self._queue.put(self._hello)
+            self._queue.put_word(self._hello)
 
     def close(self, timeout: float = 1.0) -> None:
         """Send what is queued if the collector takes it within `timeout` seconds, then disconnect."""
         self._closing.set()
-        self._queue.put(None)
+        self._queue.wake()
         thread = self._thread
         if thread is None or self._inert:
             return
@@ -257,19 +259,11 @@ class Sender:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _drop_oldest(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            oldest = self._queue.get_nowait()
-            if isinstance(oldest, wire.Frame):
-                self.frames_dropped += 1
-            elif oldest is None:
-                self._queue.put(None)
-
     def _forked(self) -> None:
         """This is a forked child: the threads are not here, and the connection is the parent's."""
         self._inert = True
         self.connected = False
-        self._queue = queue.SimpleQueue()  # its lock may have been held by a thread that is not here
+        self._queue = SendQueue(self._frames_max)  # a lock in it may have been held by a thread that is not here
         self._commands = deque()
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -293,12 +287,7 @@ class Sender:
                 wait = self._refused_retry_seconds
             failures = 0 if time.monotonic() - began > _STABLE_SECONDS else failures + 1
             self._closing.wait(wait)
-        self._drop_all()
-
-    def _drop_all(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.frames_dropped += isinstance(self._queue.get_nowait(), wire.Frame)
+        self.frames_dropped += self._queue.clear()
 
     def _complain(self, kind: str, text: str) -> None:
         """One line for each kind of trouble until it works again, and never one soon after the other."""
@@ -365,6 +354,7 @@ class Sender:
         if not hmac.compare_digest(challenge.proof, wire.collector_proof(self._token, nonce, challenge.nonce)):
             raise _RefusedError(f"the collector has another token: {TOKEN_VARIABLE} must be the gateway's probe token")
         proof = wire.engine_proof(self._token, nonce, challenge.nonce)
+        self._queue.forget_words()
         hello = msgspec.structs.replace(self._hello, proof=proof, at=self._clock(), frames_dropped=self.frames_dropped)
         connection.sendall(wire.encode(hello))
         answer = self._receive(connection)
@@ -389,43 +379,39 @@ class Sender:
 
     def _pump(self, connection: socket.socket) -> None:
         """Write until it is closed; `OSError` when the connection breaks (what was on its way is lost)."""
-        waiting = self._queue
         last = False
         while not last:
-            first = waiting.get()
-            if self._broken:
-                self.frames_dropped += isinstance(first, wire.Frame)
-                raise ConnectionError("the connection was closed")
-            burst, frames, last = self._burst(first)
-            if self.frames_dropped != self._told_dropped:
-                self._told_dropped = self.frames_dropped
-                burst.insert(0, wire.encode(wire.Gap(self.frames_dropped)))
-            try:
-                connection.sendall(b"".join(burst))
-            except OSError:
-                self.frames_dropped += frames
-                raise
-            self.frames_sent += frames
+            self._queue.wait()
+            last = self._closing.is_set()  # looked at first: what was queued before the end is sent
+            while True:
+                if self._broken:
+                    raise ConnectionError("the connection was closed")
+                burst, frames = self._burst()
+                if not burst:
+                    break
+                if self.frames_dropped != self._told_dropped:
+                    self._told_dropped = self.frames_dropped
+                    burst.insert(0, wire.encode(wire.Gap(self.frames_dropped)))
+                try:
+                    connection.sendall(b"".join(burst))
+                except OSError:
+                    self.frames_dropped += frames
+                    raise
+                self.frames_sent += frames
 
-    def _burst(self, first: _Queued) -> tuple[list[bytes], int, bool]:
-        """What is queued now, encoded: (messages, how many are frames, whether to close after them)."""
+    def _burst(self) -> tuple[list[bytes], int]:
+        """What is queued now, encoded, as far as it goes into one write: (messages, how many are frames)."""
         burst: list[bytes] = []
         frames = size = 0
-        item: _Queued = first
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if item is None:
-                    if self._closing.is_set():
-                        return burst, frames, True
-                else:
-                    data = self._encode(item)
-                    burst.append(data)
-                    size += len(data)
-                    frames += isinstance(item, wire.Frame)
-                if len(burst) >= _BURST_MESSAGES_MAX or size >= _BURST_BYTES_MAX:
-                    break
-                item = self._queue.get_nowait()
-        return burst, frames, False
+        while len(burst) < _BURST_MESSAGES_MAX and size < _BURST_BYTES_MAX:
+            item = self._queue.take()
+            if item is None:
+                break
+            data = self._encode(item)
+            burst.append(data)
+            size += len(data)
+            frames += isinstance(item, wire.Frame)
+        return burst, frames
 
     def _encode(self, item: Any) -> bytes:
         try:
@@ -454,7 +440,7 @@ class Sender:
                 if isinstance(message, wire.Command):
                     self._take(message)
                 elif isinstance(message, wire.Ping):
-                    self._queue.put((message, self._clock()))
+                    self._queue.put_word((message, self._clock()))
                 else:
                     break
         except (OSError, _RefusedError):
@@ -462,11 +448,13 @@ class Sender:
         except Exception:
             logger.exception("StopGuard's probe: a mistake of ours; the engine is not touched")
         self._broken = True
-        self._queue.put(None)
+        self._queue.wake()
 
     def _take(self, command: wire.Command) -> None:
         if len(self._commands) >= _COMMANDS_MAX:
-            self._queue.put(wire.CommandAnswer(command.command_id, "refused", 1.0, "too many commands are waiting"))
+            self._queue.put_word(
+                wire.CommandAnswer(command.command_id, "refused", 1.0, "too many commands are waiting")
+            )
             return
         self._commands.append(command)
         if self.on_command is not None:

@@ -93,7 +93,7 @@ __all__ = [
     "engine_proof",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MESSAGE_BYTES_MAX = 8 * 1024 * 1024
 """A snapshot of 50,000 requests fits."""
 HANDSHAKE_BYTES_MAX = 64 * 1024
@@ -265,7 +265,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
 
 # ---- the conversation -----------------------------------------------------------------------
 
-Action = Literal["abort", "preempt", "hold", "resume", "snapshot"]
+Action = Literal["abort", "preempt", "hold", "resume", "prioritise", "snapshot"]
 Answer = Literal["applied", "accepted", "unknown", "gone", "refused", "unsupported", "failed"]
 Refusal = Literal["schema", "token", "full", "protocol"]
 
@@ -404,13 +404,15 @@ class Command(_Message, frozen=True, tag="command"):
     """Do `action` to one request, between two steps; answered by a `CommandAnswer` with its `command_id`.
 
     `abort` ends it. `preempt` takes its room away and holds it until `resume`. `hold` only keeps it from being
-    scheduled. `snapshot` (no request) is answered by a `Snapshot` instead.
+    scheduled. `prioritise` gives it another `priority`, with the engine's own sign. `snapshot` (no request) is
+    answered by a `Snapshot` instead.
     """
 
     command_id: int
     action: Action
     request_id: str = ""
     reason: str = ""
+    priority: int = 0
 
 
 class Ping(_Message, frozen=True, tag="ping"):

@@ -7,6 +7,7 @@ the same port, has two API servers, two data-parallel cores, and schedules ahead
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import subprocess
@@ -23,11 +24,14 @@ from stopguard.testing.conformance import Conformance, Subject
 from stopguard.testing.conformance.subject import Closed
 from stopguard.testing.staging import STATES
 from stopguard_vllm.rig import RECIPE
-from tests.engines.vllm_rig import LONG_TOKENS, Bench, Probed
+from tests.engines.vllm_races import RACES, beside_neighbours
+from tests.engines.vllm_rig import CONNECTOR, LONG_TOKENS, Bench, Probed
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STORM = 200
+ADAPTER = "tuned"
+FENCED = Account.KV_FENCED
 ATTEMPTS = 3
 
 
@@ -160,20 +164,57 @@ def test_preempted_inside_held_and_resumed_nothing_is_lost(probed: Probed) -> No
     assert closed.ledgers.tokens_recomputed > 0
 
 
-def test_a_cancel_outlives_a_preemption(probed: Probed) -> None:
+@pytest.mark.parametrize("name", RACES)
+def test_races_settle_with_evidence_and_neighbours_do_not_notice(probed: Probed, name: str) -> None:
+    leaks_before = len(probed.leaks)
+    raced, alone, beside = probed.subject.run(lambda: beside_neighbours(probed, RACES[name]))
+    for _ in range(ATTEMPTS - 1):
+        if raced.happened:
+            break
+        print(f"{name}: it ended before this busy machine let us act")
+        raced, alone, beside = probed.subject.run(lambda: beside_neighbours(probed, RACES[name]))
+    closed = raced.closed
+    print(f"\n{name:28} {', '.join(raced.answers)}; {closed.stop.semantics}, {_times(closed)}")
+    assert raced.text == raced.alone
+    assert beside == alone
+    assert set(raced.answers) <= {"applied", "gone"}, raced.answers
+    if name.startswith("left"):
+        assert (closed.stop.semantics, closed.stop.outcome) == ("cancel", "confirmed"), _story(closed)
+    if name.startswith("late"):
+        assert (closed.stop.source, closed.stop.outcome) == ("deadline", "confirmed"), _story(closed)
+    if not raced.text:  # it did not end by itself
+        assert closed.evidence is Evidence.PROBE, _story(closed)
+    assert closed.ledgers.all_closed
+    assert probed.leaks[leaks_before:] == []
+    probed.wait(lambda: probed.blocks_used() == 0, f"blocks are in use: {probed.blocks_used()}")
+
+
+GRAMMAR = {"type": "array", "items": {"type": "string", "minLength": 2000}, "minItems": 50}
+STRUCTURED = {"response_format": {"type": "json_schema", "json_schema": {"name": "long", "schema": GRAMMAR}}}
+
+
+def _leave_structured(probed: Probed) -> Closed:
     subject = probed.subject
 
-    async def cancel() -> Closed:
-        staged, request_id = await subject.stage("decode")
-        assert probed.probing is not None
-        assert (await probed.probing.order("vllm", "preempt", request_id)).answer == "applied"
-        await asyncio.sleep(0.1)
-        await staged.victim.leave()
-        return await subject.closed_book(request_id)
+    async def leave() -> Closed:
+        exchange = await subject.ask(subject.shape.prompt(subject.number()), tokens=LONG_TOKENS, fields=STRUCTURED)
+        reply = exchange.reply
+        await subject.through.wait(lambda: reply.events > 2 or reply.ended, 60.0)
+        assert not reply.ended, f"status {reply.status}, {reply.errors}"
+        await exchange.leave()
+        return await subject.closed_book(subject.id_of(exchange))
 
-    closed = subject.run(cancel)
-    assert (closed.stop.outcome, closed.evidence) == ("confirmed", Evidence.PROBE)
-    assert closed.stop.settled_at is not None, _story(closed)
+    return subject.run(leave)
+
+
+def test_a_grammar_comes_back_with_its_request(probed: Probed) -> None:
+    closed = _leave_structured(probed)
+    print(f"\ngrammar: {_times(closed)}")
+    assert (closed.stop.outcome, closed.evidence) == ("confirmed", Evidence.PROBE), _story(closed)
+    moved = [(entry.debit, entry.credit, entry.amount) for entry in closed.ledgers.entries if entry.state.moves]
+    assert (Account.KV_SLOT_POOL, Account.KV_GRAMMAR, 1) in moved
+    assert (Account.KV_GRAMMAR, Account.KV_SLOT_POOL, 1) in moved
+    assert not closed.ledgers.leaks
 
 
 def test_a_storm_settles_to_the_last_block(probed: Probed) -> None:
@@ -249,6 +290,31 @@ def test_a_block_that_is_kept_is_named(bench: Bench, impatient: Probed) -> None:
     assert impatient.blocks_used() == 1
 
 
+def test_an_output_of_an_encoder_is_in_the_books_and_named_when_it_is_kept(bench: Bench, impatient: Probed) -> None:
+    """In vLLM's own manager of them; the model here is of text only, so that the outputs are made up."""
+    before = len(impatient.leaks)
+    with bench.broken("encoder_output"):
+        closed = _stop(impatient.subject, "decode")
+    moved = [(entry.debit, entry.credit, entry.amount) for entry in closed.ledgers.entries if entry.state.moves]
+    assert (Account.KV_SLOT_POOL, Account.KV_ENCODER, 1) in moved, _story(closed)
+    assert (Account.KV_ENCODER, Account.KV_SLOT_POOL, 1) in moved, _story(closed)
+    assert impatient.leaks[before:] == []
+    with bench.broken("encoder_output", "keep_encoder_output"):
+        closed = _stop(impatient.subject, "decode")
+    (leak,) = impatient.leaks[before:]
+    print(f"\n{leak.describe(monotonic())}")
+    assert (leak.request_id, leak.account, leak.amount) == (closed.request_id, Account.KV_ENCODER, 1)
+
+
+def test_a_grammar_that_is_kept_is_named(bench: Bench, impatient: Probed) -> None:
+    before = len(impatient.leaks)
+    with bench.broken("keep_grammar"):
+        closed = _leave_structured(impatient)
+    (leak,) = impatient.leaks[before:]
+    print(f"\n{leak.describe(monotonic())}")
+    assert (leak.request_id, leak.account, leak.amount) == (closed.request_id, Account.KV_GRAMMAR, 1)
+
+
 def test_an_abort_that_is_lost_is_given_again_inside(bench: Bench, impatient: Probed) -> None:
     """Without StopGuard such a request runs to its end for nobody."""
     with bench.broken("lose_abort"):
@@ -276,7 +342,8 @@ def test_aborts_that_are_never_carried_out_are_no_success(bench: Bench, impatien
         assert tracked.ledgers.stop is not None
         assert tracked.ledgers.stop.outcome != "confirmed"
     found = impatient.leaks[before:]
-    print("", *(leak.describe(monotonic()) for leak in found[:5]), f"and {len(found) - 5} more like the last", sep="\n")
+    print("", *(leak.describe(monotonic()) for leak in found), sep="\n")
+    assert len({leak.account for leak in found}) == len(found), "one leak an account, however much it grows"
     assert {leak.request_id for leak in found} == {request_id}
     assert Account.QUEUE_RUNNING in {leak.account for leak in found}
     assert impatient.order("abort", request_id) in ("applied", "gone")
@@ -374,7 +441,9 @@ def returned(bench: Bench, vllm: rig.RunningEngine, impatient: Probed) -> Iterat
     vllm.kill()
     books, said = subject.run(lambda: ends(asked))
     port = int(vllm.url.rpartition(":")[2])
-    with bench.broken("asynchronous"), bench.engine(port=port, api_servers=2, data_parallel=2) as engine:
+    arguments = ["--kv-transfer-config", json.dumps(CONNECTOR), "--enable-lora", "--max-lora-rank", "8"]
+    arguments += ["--lora-modules", f"{ADAPTER}={bench.adapter}"]
+    with bench.broken("asynchronous"), bench.engine(*arguments, port=port, api_servers=2, data_parallel=2) as engine:
         assert Path(engine.log).exists()
         yield impatient, books, said
 
@@ -429,19 +498,100 @@ def test_whoever_has_it_stops_it(returned: tuple[Probed, list[Closed], str]) -> 
     assert max(events for _, _, events in found) < LONG_TOKENS
 
 
+def _fenced(closed: Closed) -> int:
+    return sum(entry.amount for entry in closed.ledgers.entries if entry.state.moves and entry.credit is FENCED)
+
+
 @pytest.mark.parametrize("state", ["prefill", "decode", "non_streaming", "many_choices"])
 def test_steps_ahead_are_in_the_books(returned: tuple[Probed, list[Closed], str], state: str) -> None:
-    """With steps scheduled ahead a cancelled stream's last tokens are stale, and the books wait for them."""
+    """With steps scheduled ahead and a KV connector a cancelled stream's blocks wait behind a fence, and its last
+    tokens are stale; the books wait for both.
+    """
     probed, _, _ = returned
     closed = _stop(probed.subject, state)
-    print(f"\n{state:18} {_times(closed)}, stale {closed.ledgers.balances[Account.OUTPUT_STALE]}")
+    stale = closed.ledgers.balances[Account.OUTPUT_STALE]
+    print(f"\n{state:18} {_times(closed)}, stale {stale}, fenced {_fenced(closed)}")
     assert (closed.stop.outcome, closed.evidence) == ("confirmed", Evidence.PROBE)
     assert closed.stop.settled_at is not None, _story(closed)
     assert not closed.ledgers.leaks
+    assert not closed.ledgers.balances[FENCED]
     if state in ("decode", "many_choices"):
-        assert closed.ledgers.balances[Account.OUTPUT_STALE] > 0
+        assert stale > 0
+        assert _fenced(closed) > 0, _story(closed)
+        notes = [entry.note for entry in closed.ledgers.entries if entry.credit is FENCED]
+        assert all(note.startswith("behind step ") for note in notes), notes
 
 
-def test_nothing_is_left(returned: tuple[Probed, list[Closed], str]) -> None:
+def test_one_that_is_stopped_while_its_kv_is_transferred(
+    bench: Bench, returned: tuple[Probed, list[Closed], str]
+) -> None:
+    """Its blocks belong to the transfer until that is over, and the books say so as long."""
+    probed, _, _ = returned
+    subject = probed.subject
+
+    async def leave() -> Closed:
+        exchange = await subject.ask(subject.shape.prompt(subject.number(), words=200), tokens=LONG_TOKENS)
+        await subject.through.wait(lambda: exchange.reply.ended, 0.4)
+        await exchange.leave()
+        return await subject.closed_book(subject.id_of(exchange))
+
+    with bench.broken("slow_transfer"):
+        closed = subject.run(leave)
+    print(f"\ntransferring: {_times(closed)}")
+    moved = [entry for entry in closed.ledgers.entries if entry.state.moves]
+    assert any(entry.credit is Account.QUEUE_TRANSFERRING for entry in moved), _story(closed)
+    assert any(entry.credit is Account.KV_HELD for entry in moved), _story(closed)
+    assert (closed.stop.outcome, closed.evidence) == ("confirmed", Evidence.PROBE)
+    assert closed.stop.acked_at is not None
+    assert closed.stop.released_at is not None
+    assert closed.stop.released_at - closed.stop.acked_at > 0.2, "the transfer took a second"
+    assert not closed.ledgers.leaks
+
+
+def test_with_a_connector_nothing_is_preempted(returned: tuple[Probed, list[Closed], str]) -> None:
+    probed, _, _ = returned
+    subject = probed.subject
+
+    async def preempt() -> tuple[str, Closed]:
+        staged, request_id = await subject.stage("decode")
+        assert probed.probing is not None
+        result = await probed.probing.order("vllm", "preempt", request_id)
+        await staged.victim.leave()
+        return result.answer, await subject.closed_book(request_id)
+
+    answer, closed = subject.run(preempt)
+    assert answer == "unsupported"
+    assert not closed.ledgers.tokens_recomputed
+
+
+def test_a_place_for_an_adapter_is_in_the_books(returned: tuple[Probed, list[Closed], str]) -> None:
+    probed, _, _ = returned
+    subject = probed.subject
+
+    async def leave() -> Closed:
+        prompt = subject.shape.prompt(subject.number())
+        exchange = await subject.ask(prompt, tokens=LONG_TOKENS, fields={"model": ADAPTER})
+        reply = exchange.reply
+        await subject.through.wait(lambda: reply.events > 2 or reply.ended, 60.0)
+        assert not reply.ended, f"status {reply.status}, {reply.errors}"
+        await exchange.leave()
+        return await subject.closed_book(subject.id_of(exchange))
+
+    closed = subject.run(leave)
+    print(f"\nadapter: {_times(closed)}")
+    assert (closed.stop.outcome, closed.evidence) == ("confirmed", Evidence.PROBE), _story(closed)
+    moved = [(entry.debit, entry.credit) for entry in closed.ledgers.entries if entry.state.moves]
+    assert (Account.KV_SLOT_POOL, Account.KV_LORA) in moved
+    assert (Account.KV_LORA, Account.KV_SLOT_POOL) in moved
+
+
+def test_a_block_that_stays_behind_its_fence_is_named(bench: Bench, returned: tuple[Probed, list[Closed], str]) -> None:
     probed, _, _ = returned
     probed.wait(lambda: probed.blocks_used() == 0, f"blocks are in use: {probed.blocks_used()}")
+    before = len(probed.leaks)
+    with bench.broken("keep_block"):
+        closed = _stop(probed.subject, "decode")
+    (leak,) = probed.leaks[before:]
+    print(f"\n{leak.describe(monotonic())}")
+    assert (leak.request_id, leak.account, leak.amount) == (closed.request_id, FENCED, 1)
+    assert probed.blocks_used() == 1, "and nothing else is left"

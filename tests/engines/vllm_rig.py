@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,10 +19,37 @@ from stopguard.testing.conformance import Subject
 from stopguard_vllm.rig import RECIPE
 
 TOKEN = "0123456789abcdef0123456789abcdef"
-FAULTS = Path(__file__).with_name("vllm_faults") / "stopguard_vllm_faults.py"
+FAULTS = Path(__file__).with_name("vllm_faults")
+CONNECTOR = {
+    "kv_connector": "IdleConnector",
+    "kv_connector_module_path": "stopguard_vllm_connector",
+    "kv_role": "kv_both",
+}
 LONG_TOKENS = 7000
 """Some twenty seconds: a busy machine has kept the tests from leaving in time when it was five."""
 OPTIONS: Mapping[str, Any] = {"pool_blocks": 2049, "max_num_seqs": 16}
+
+
+def adapter(folder: Path, layers: int = 2, hidden: int = 128, rank: int = 8) -> Path:
+    """A LoRA adapter for the tiny model that changes nothing (its matrices are zero), in the safetensors format."""
+    folder.mkdir()
+    shapes = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{side}.weight": shape
+        for layer in range(layers)
+        for side, shape in (("A", [rank, hidden]), ("B", [hidden, rank]))
+    }
+    size = 4 * rank * hidden
+    header = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [number * size, (number + 1) * size]}
+        for number, (name, shape) in enumerate(shapes.items())
+    }
+    head = json.dumps(header).encode()
+    content = len(head).to_bytes(8, "little") + head + bytes(size * len(shapes))
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
+    settings |= {"target_modules": ["q_proj"], "base_model_name_or_path": "tiny"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 class Bench:
@@ -30,9 +58,11 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.socket = folder / "probe.sock"
         self.faults = folder / "faults"
+        self.adapter = adapter(folder / "adapter")
         self.plugins = folder / "plugins"
         self.plugins.mkdir()
-        shutil.copy(FAULTS, self.plugins)
+        for module in FAULTS.glob("*.py"):
+            shutil.copy(module, self.plugins)
         information = self.plugins / "stopguard_vllm_faults-1.dist-info"
         information.mkdir()
         (information / "METADATA").write_text("Metadata-Version: 2.1\nName: stopguard-vllm-faults\nVersion: 1\n")

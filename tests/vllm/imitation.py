@@ -63,8 +63,66 @@ class Waiting(deque["Request"]):
         self.extend(kept)
 
 
+class EncoderCache:
+    """`EncoderCacheManager`: which requests keep which output of an encoder from being evicted."""
+
+    def __init__(self) -> None:
+        self.cached: dict[str, set[str]] = {}
+        self.request_cached_ids: dict[str, set[int]] = {}
+
+    def check_and_update_cache(self, request: Request, input_id: int) -> bool:
+        output = request.mm_features[input_id].identifier
+        if output not in self.cached:
+            return False
+        self._refer(request, input_id, output)
+        return True
+
+    def allocate(self, request: Request, input_id: int) -> None:
+        output = request.mm_features[input_id].identifier
+        self.cached.setdefault(output, set())
+        self._refer(request, input_id, output)
+
+    def _refer(self, request: Request, input_id: int, output: str) -> None:
+        self.cached[output].add(request.request_id)
+        self.request_cached_ids.setdefault(request.request_id, set()).add(input_id)
+
+    def free_encoder_input(self, request: Request, input_id: int) -> None:
+        output, name = request.mm_features[input_id].identifier, request.request_id
+        mine = self.request_cached_ids.get(name, set())
+        mine.discard(input_id)
+        if any(request.mm_features[other].identifier == output for other in mine):
+            return
+        self.cached.get(output, set()).discard(name)
+
+    def free(self, request: Request) -> None:
+        for input_id in list(self.request_cached_ids.get(request.request_id, ())):
+            self.free_encoder_input(request, input_id)
+        self.request_cached_ids.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        self.cached.clear()
+        self.request_cached_ids.clear()
+
+
+class Grammar:
+    """A compiled grammar: what Python frees when nobody refers to it."""
+
+
 class Request:
-    def __init__(self, name: str, prompt: int = 20, tokens: int = 100, client_index: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        prompt: int = 20,
+        tokens: int = 100,
+        client_index: int = 0,
+        *,
+        lora: int = 0,
+        inputs: Iterable[str] = (),
+        structured: bool = False,
+    ) -> None:
+        self.lora_request = SimpleNamespace(lora_int_id=lora) if lora else None
+        self.mm_features = [SimpleNamespace(identifier=each) for each in inputs]
+        self.structured_output_request = SimpleNamespace(grammar=Grammar()) if structured else None
         self.request_id = name
         self.client_index = client_index
         self.num_prompt_tokens = prompt
@@ -92,8 +150,11 @@ class Scheduler:
         self.deferred_waiting: set[Request] = set()
         self.running: list[Request] = []
         self.connector: Any = None
+        self.lora_config = SimpleNamespace(max_loras=2)
+        self.encoder_cache_manager = EncoderCache()
         self.prev_step_scheduled_req_ids: set[str] = set()
         self.deferred_frees: deque[tuple[int, list[Block]]] = deque()
+        self.processed_step_seq = 9
         self.defers = defers
         self.pool = Pool(blocks)
         self.req_to_blocks: dict[str, list[Block]] = {}
@@ -119,6 +180,9 @@ class Scheduler:
                 self.waiting.remove_requests([request])
                 self.running.append(request)
                 request.status = RequestStatus.RUNNING
+            for input_id in range(len(request.mm_features)) if was is not RequestStatus.RUNNING else ():
+                if not self.encoder_cache_manager.check_and_update_cache(request, input_id):
+                    self.encoder_cache_manager.allocate(request, input_id)
             if was is RequestStatus.WAITING:
                 new.append(SimpleNamespace(req_id=request.request_id, block_ids=([0] * len(table),)))
             else:
@@ -151,8 +215,8 @@ class Scheduler:
             reason = None
             if request.num_output_tokens >= request.max_tokens:
                 request.status, reason = RequestStatus.FINISHED_STOPPED, "length"
-                self.running.remove(request)
                 self._free_blocks(request)
+                self.running.remove(request)
             output = SimpleNamespace(request_id=name, new_token_ids=[7], finish_reason=reason)
             groups.setdefault(request.client_index, []).append(output)
         return {client: SimpleNamespace(outputs=outputs) for client, outputs in groups.items()}
@@ -170,6 +234,7 @@ class Scheduler:
         return ended
 
     def _free_blocks(self, request: Request) -> None:
+        self.encoder_cache_manager.free(request)
         self._free_request_blocks(request)
         del self.requests[request.request_id]
 
@@ -181,11 +246,12 @@ class Scheduler:
             self.pool.free_blocks(blocks)
 
     def _drain_deferred_frees(self) -> None:
-        while self.deferred_frees:
+        while self.deferred_frees and self.deferred_frees[0][0] <= self.processed_step_seq:
             self.pool.free_blocks(self.deferred_frees.popleft()[1])
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self._free_request_blocks(request)
+        self.encoder_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1

@@ -201,6 +201,7 @@ def test_gauges_say_since_when_they_hold() -> None:
 
     gauges = with_adapter(Server(), read)
     assert (gauges.running, gauges.waiting, gauges.blocks_used, gauges.blocks_total) == (2, 1, 10, 40)
+    assert gauges.block_tokens == 32
     assert gauges.holds_since == 0.0
     with pytest.raises(EngineUnreachable, match="404"):
         with_adapter(Server(metrics=False), read)

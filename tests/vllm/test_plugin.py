@@ -12,49 +12,11 @@ import pytest
 
 from stopguard.probe import wire
 from stopguard_vllm import plugin
-from stopguard_vllm.plugin_attach import Hooks, attach, missing_points
-from stopguard_vllm.plugin_commands import Commands
+from stopguard_vllm.plugin_attach import attach, missing_points
 from stopguard_vllm.plugin_front_end import RANKS_VARIABLE, attach_front_end, attach_launcher, ranks_of
 from stopguard_vllm.plugin_probe import ENDED_MARK, QUIET_SECONDS, SchedulerProbe, outer_id
-from tests.vllm.imitation import Block, Core, Request, RequestStatus, Scheduler, Sink, balance
-
-OURS = "sg-" + "a" * 32
-ID = f"chatcmpl-{OURS}-12345678"
-
-
-class Rig:
-    def __init__(self, **options: Any) -> None:
-        self.core = Core(Scheduler(**options))
-        self.scheduler = self.core.scheduler
-        self.sink = Sink()
-        self.at = 0.0
-        self.failed: list[str] = []
-        self.probe = SchedulerProbe(self.scheduler, self.sink, self.clock)
-        self.hooks = Hooks(self.failed.append)
-        attach(self.scheduler, self.probe, self.hooks)
-        self.commands = Commands(self.core, self.probe, self.sink, RequestStatus)
-
-    def clock(self) -> float:
-        self.at += 0.001
-        return self.at
-
-    def add(self, name: str = ID, **options: Any) -> Request:
-        request = Request(name, **options)
-        self.scheduler.add_request(request)
-        return request
-
-    def order(self, action: Any, name: str = OURS) -> str:
-        self.sink.waiting.append(wire.Command(len(self.sink.sent), action, name))
-        self.commands.run()
-        return self.sink.answers[-1][0]
-
-    def abort(self, *names: str) -> None:
-        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
-
-
-def short(name: str = ID) -> str:
-    return name[-12:]
-
+from tests.vllm.imitation import Block, Core, Request, RequestStatus, Scheduler, balance
+from tests.vllm.scheduler_rig import ID, OURS, Rig, short
 
 # ---- what is said --------------------------------------------------------------------------------------
 
@@ -196,6 +158,57 @@ def test_fenced_blocks_come_back_behind_their_fence() -> None:
     assert f"BlocksReturned {short()} 2 True" in told
 
 
+@pytest.mark.parametrize("moment", ["at the stop", "at the fence"])
+def test_a_block_that_does_not_come_back_behind_its_fence_stays_there(moment: str) -> None:
+    rig = Rig(defers=True)
+    rig.add(prompt=100)
+    rig.core.step()
+    free, free_blocks = type(rig.scheduler)._free_request_blocks, rig.scheduler.pool.free_blocks
+    if moment == "at the stop":
+
+        class Keeps(Scheduler):
+            def _free_request_blocks(self, request: Request) -> None:
+                self.req_to_blocks[request.request_id][2].ref_cnt += 1
+                free(self, request)
+
+        rig.hooks.remove()
+        rig.scheduler.__class__ = Keeps
+        attach(rig.scheduler, rig.probe, rig.hooks)
+    else:
+        rig.scheduler.pool.free_blocks = lambda blocks: free_blocks(list(blocks)[1:])  # type: ignore[method-assign]
+    rig.probe.flush()
+    rig.sink.sent.clear()
+
+    def abort() -> None:
+        rig.abort(ID)
+        (row,) = rig.probe.snapshot(1).requests
+        assert (row.place, row.blocks_held, row.blocks_fenced) == ("gone", 0, 7)
+
+    rig.core.step(during=abort)
+    told = rig.sink.told()
+    assert f"BlocksFenced {short()} 7 9" in told
+    assert f"BlocksReturned {short()} 6 True" in told
+    (row,) = rig.probe.snapshot(1).requests
+    assert (row.place, row.blocks_held, row.blocks_fenced, row.parent_id) == ("gone", 0, 1, OURS)
+
+
+def test_a_fence_that_is_not_done_is_left_alone() -> None:
+    rig = Rig(defers=True)
+    rig.add()
+    rig.core.step()
+    first = rig.scheduler.schedule()
+    rig.abort(ID)
+    rig.probe.flush()
+    rig.sink.sent.clear()
+    rig.scheduler.processed_step_seq = 8
+    rig.scheduler._drain_deferred_frees()
+    rig.probe.flush()
+    assert rig.sink.told() == []
+    rig.scheduler.processed_step_seq = 9
+    rig.scheduler.update_from_output(first, SimpleNamespace(sampled_token_ids=[], req_id_to_index={}))
+    assert f"BlocksReturned {short()} 2 True" in rig.sink.told()
+
+
 def test_a_block_that_did_not_come_back_stays_in_the_books() -> None:
     rig = Rig()
     rig.add(prompt=100)
@@ -257,22 +270,53 @@ def test_blocks_that_went_on_the_way_are_returned_in_the_end() -> None:
     assert rig.scheduler.pool.get_num_free_blocks() == 40
 
 
-def test_a_transfer_from_elsewhere_is_a_place_of_its_own() -> None:
-    rig = Rig()
+def _transferring(rig: Rig) -> Request:
+    """A request whose three blocks a KV connector fills from elsewhere."""
     rig.scheduler.connector = object()
     rig.probe = SchedulerProbe(rig.scheduler, rig.sink, rig.clock)
     request = Request(ID)
     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
     rig.scheduler.requests[ID] = request
+    rig.scheduler.req_to_blocks[ID] = rig.scheduler.pool.take(3)
     rig.scheduler.deferred_waiting.add(request)
-    nothing = SimpleNamespace(
-        scheduled_new_reqs=(),
-        scheduled_cached_reqs=SimpleNamespace(req_ids=(), new_block_ids=(), resumed_req_ids=()),
-    )
-    rig.probe.scheduled(nothing)
+    rig.probe.scheduled(NO_STEP)
+    return request
+
+
+NO_STEP = SimpleNamespace(
+    scheduled_new_reqs=(), scheduled_cached_reqs=SimpleNamespace(req_ids=(), new_block_ids=(), resumed_req_ids=())
+)
+
+
+def test_a_transfer_from_elsewhere_is_a_place_of_its_own() -> None:
+    rig = Rig()
+    request = _transferring(rig)
     request.status = RequestStatus.WAITING
-    rig.probe.scheduled(nothing)
-    assert rig.sink.told() == [f"Moved {short()} transferring", f"Moved {short()} waiting"]
+    rig.probe.scheduled(NO_STEP)
+    assert rig.sink.told() == [
+        f"Moved {short()} transferring",
+        f"BlocksHeld {short()} 3",
+        f"Moved {short()} waiting",
+    ]
+
+
+def test_one_that_is_stopped_during_its_transfer_is_there_until_that_is_over() -> None:
+    rig = Rig()
+    request = _transferring(rig)
+    rig.sink.sent.clear()
+    before = rig.probe.before_finish([ID])
+    request.status = RequestStatus.FINISHED_ABORTED
+    rig.scheduler.deferred_waiting.discard(request)
+    rig.probe.finished_from_outside(before, RequestStatus.FINISHED_ABORTED)
+    rig.probe.scheduled(NO_STEP)
+    assert rig.sink.told() == [f"AbortApplied {short()}"]
+    (row,) = rig.probe.snapshot(1).requests
+    assert (row.place, row.blocks_held) == ("transferring", 3)
+    blocks = rig.probe.before_free(request)
+    rig.scheduler._free_blocks(request)
+    rig.probe.freed(blocks, request)
+    rig.probe.flush()
+    assert rig.sink.told() == [f"BlocksReturned {short()} 3 False", f"Moved {short()} gone"]
 
 
 def test_a_storm_leaves_nothing() -> None:
@@ -551,6 +595,10 @@ def test_a_core_is_attached_and_woken_for_commands(monkeypatch: pytest.MonkeyPat
         core._handle_client_request("wake", None)
         assert not attached.probe.parked  # a drain has to see it
         core.aborts_queue.put_nowait([ID])
+        assert attached.probe.slots.look_again is not None
+        attached.probe.slots.look_again(0.0)
+        assert core.input_queue.get(timeout=10) == ("wake", None)
+        assert attached.probe.urgent
         attached.failed("schedule")
         assert "schedule" not in vars(core.scheduler)
         assert "_handle_client_request" not in vars(core)

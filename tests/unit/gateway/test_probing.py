@@ -204,6 +204,70 @@ async def test_a_stop_goes_through_it_and_is_proved_by_it() -> None:
         await probe.close()
 
 
+class Wakes:
+    """When a gateway that does not listen would look at its timers, without the probing's own look twice a second."""
+
+    def __init__(self, one: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at: list[float] = []
+        self._gateway = one.gateway
+        monkeypatch.setattr(one.gateway, "wake_at", self.at.append)
+        assert one.probing._look_timer is not None
+        one.probing._look_timer.cancel()
+
+    def in_time(self) -> bool:
+        """Whether it would before the first of them is due."""
+        due_at = self._gateway.controller.next_due()
+        assert due_at is not None
+        return min(self.at, default=float("inf")) <= due_at
+
+
+async def test_an_answer_that_only_sets_a_timer_has_somebody_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused abort wants nothing at once, and another one later: a gateway that sleeps would forget it."""
+    async with scene() as one:
+        probe = await one.probe()
+        tracked = await _running(one, probe)
+        cause = StopCause(semantics=Semantics.CANCEL, source=Source.API, reason="api", observed_at=monotonic())
+        one.gateway.stop(tracked, cause)
+        command = await probe.hear(wire.Command)
+        wakes = Wakes(one, monkeypatch)
+        probe.say(wire.CommandAnswer(command.command_id, "refused", 0.2))
+        await one.until(lambda: any("refused" in text for _, text in tracked.ledgers.marks))
+        assert wakes.in_time()
+        at = one.gateway.controller.next_due()
+        assert at is not None
+        one.gateway.carry_out(one.gateway.controller.advance(at + 0.01), at + 0.01)
+        again = await probe.hear(wire.Command)
+        assert (again.action, again.request_id) == ("abort", "sg-1")
+        await probe.close()
+
+
+async def test_a_frame_that_only_sets_a_timer_has_somebody_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scene() as one:
+        probe = await one.probe()
+        await _running(one, probe)
+        wakes = Wakes(one, monkeypatch)
+        await one.say(probe, 2, wire.Finished("sg-1", 1.0, "stop"), _gone("sg-1"))
+        assert one.gateway.controller.next_due() is not None, "its blocks are not back: that has a deadline"
+        assert wakes.in_time()
+        await probe.close()
+
+
+async def test_an_end_of_which_no_scheduler_has_spoken_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its front end refused it: nothing of it will be heard, and no frame will wake anybody."""
+    async with scene() as one:
+        probe = await one.probe()
+        await one.until(lambda: one.member.profile.probed)
+        tracked, controller = one.dispatched(), one.gateway.controller
+        controller.engine_finished(tracked, monotonic())
+        assert controller.next_due() is not None
+        wakes = Wakes(one, monkeypatch)
+        one.probing._look()
+        assert wakes.in_time()
+        command = await probe.hear(wire.Command)
+        assert command.action == "snapshot"
+        await probe.close()
+
+
 async def test_what_it_had_and_is_over_is_an_ack() -> None:
     async with scene() as one:
         probe = await one.probe()
@@ -373,11 +437,13 @@ async def test_requests_that_were_there_before_are_taken_in_by_the_snapshot() ->
         probe = await RawProbe.attached(one.address, engine="kind0")
         command = await probe.hear(wire.Command)
         row = wire.RequestNow("a", "running", blocks_held=3, tokens_computed=5, tokens_emitted=5, tokens_dropped=0)
-        probe.say(snapshot(command.command_id, 17, row))
+        over = wire.RequestNow("b", "gone", blocks_held=1)  # a leak of before our time: nothing more will be said of it
+        probe.say(snapshot(command.command_id, 17, over, row))
         tracked = await one.until(lambda: one.gateway.controller.tracked.get("a"))
         tracked.ledgers.fold(monotonic())
         assert "held 3" in tracked.ledgers.describe(Ledger.KV)
         assert "delivered 5" in tracked.ledgers.describe(Ledger.OUTPUT)
+        assert one.gateway.book.find("b") is None
         await one.say(probe, 18, wire.Finished("a", 1.0, "stop"), wire.BlocksReturned("a", 1.0, 3), _gone("a"))
         assert tracked.ledgers.closed_at is not None
         await probe.close()

@@ -93,6 +93,29 @@ class TestTheBooksStepByStep:
         assert ledgers.describe(Ledger.KV) == "kv: empty"
         assert not ledgers.overdue
 
+    def test_what_is_due_in_parts_leaks_as_one(self) -> None:
+        """A request that takes block after block during its stop has one leak, and its amount says how much it is."""
+        _, ledgers = running()
+        for amount, due_at in ((1, 8.0), (2, 7.0)):
+            ledgers.pend(A.KV_HELD, A.KV_POOL, amount, 3.0, due_at)
+        ledgers.pend(A.QUEUE_RUNNING, A.QUEUE_GONE, 1, 3.0, 8.0)
+        later = ledgers.pend(A.KV_HELD, A.KV_POOL, 1, 3.0, 20.0)
+        leaks = ledgers.expire(9.0)
+        assert [(leak.account, leak.amount, leak.due_at) for leak in leaks] == [
+            (A.KV_HELD, 3, 7.0),
+            (A.QUEUE_RUNNING, 1, 8.0),
+        ]
+        assert ledgers.leaks == leaks
+        assert ledgers.describe(Ledger.KV) == "kv: held 4 blocks (1 OVERDUE, 2 OVERDUE, 1 due)"
+        assert ledgers.expire(21.0) == [], "the rest is no leak of its own"
+        assert later.sequence in [entry.refers_to for entry in ledgers.entries if entry.state is EntryState.EXPIRED]
+        assert [(leak.account, leak.amount, leak.found_at) for leak in ledgers.leaks or ()] == [
+            (A.KV_HELD, 4, 9.0),
+            (A.QUEUE_RUNNING, 1, 9.0),
+        ]
+        assert len(leaks) == 2, "what was handed out does not change"
+        ledgers.verify()
+
     def test_a_leak_is_opened_by_the_entry_that_last_filled_the_account_from_zero(self) -> None:
         _, ledgers = running()
         ledgers.leave(A.KV_HELD, A.KV_POOL, 4, 3.0)
@@ -438,7 +461,7 @@ class TestTheLimitOnEntries:
     def test_the_end_of_a_request_is_never_refused(self) -> None:
         """A limit that kept full books from being closed would make the leak that it is there to prevent."""
         ledgers = self.filled(0)
-        assert [leak.amount for leak in ledgers.expire(6.0)] == [2, 2, 2]
+        assert [leak.amount for leak in ledgers.expire(6.0)] == [6]
         ledgers.bytes_received = 7
         ledgers.write_off(7.0, "x")
         assert repr(ledgers) == (

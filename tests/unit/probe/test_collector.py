@@ -109,6 +109,7 @@ async def _ordered(collector: Collector, *probes: RawProbe, seconds: float = 5.0
         (("unknown", "gone"), "gone"),
         (("refused", "unknown"), "refused"),
         (("failed", "unknown"), "failed"),
+        (("unknown", "unsupported"), "unsupported"),
         (("unknown", "applied"), "applied"),
     ],
 )

@@ -127,6 +127,18 @@ def test_the_second_word_about_what_is_over_is_harmless() -> None:
     assert sum(scene.controller.anomalies.late_events.values()) == 4
 
 
+def test_blocks_taken_during_a_stop_are_one_leak_with_the_rest() -> None:
+    """An engine that carries no abort out goes on computing, block by block: one line for people, not one each."""
+    scene = Scene()
+    tracked = scene.running(PROBED)
+    scene.leave(tracked)
+    for _ in range(5):
+        scene.frame(wire.BlocksHeld("r1", 2.0, 1))
+    words = scene.step(111.0)
+    assert [word for word in words if "kv.held" in word] == ["leaked r1 kv.held 9"]
+    assert len([word for word in words if word.startswith("leaked")]) == len(tracked.ledgers.leaks or ())
+
+
 class TestChildren:
     def parent(self, scene: Scene) -> Any:
         tracked = scene.admitted()
