@@ -20,6 +20,8 @@ from stopguard.admin import answers
 from stopguard.admin.guard import Application, Guard
 from stopguard.admin.models import (
     BooksPage,
+    ClassOrder,
+    ClassReport,
     EnginePage,
     Health,
     LeakPage,
@@ -190,6 +192,14 @@ def _add_requests(app: FastAPI, view: View) -> None:
         beginning of an id is enough.
         """
         return await _find(view, request_id, rows)
+
+    @app.post("/requests/{request_id}/class", tags=["requests"], responses=_NOT_FOUND)
+    async def reclass(request_id: str, order: ClassOrder) -> ClassReport:
+        """Give a live request another class, whoever made it and whatever that tenant's ceiling is."""
+        taken = await view.reclass(request_id, order.priority_class)
+        if taken is None:
+            raise HTTPException(404, f"no live request is called {request_id[:128]}")
+        return ClassReport(id=taken.request_id, priority_class=taken.priority_class, changed=taken.changed)
 
 
 async def _find(view: View, request_id: str, rows: int) -> RequestDetail:

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic, time
 
 from stopguard import __version__
-from stopguard.admin.view import EngineFacts, LifeSigns, StopTaken, StopWanted
+from stopguard.admin.view import ClassTaken, EngineFacts, LifeSigns, StopTaken, StopWanted
 from stopguard.engines import EngineUnreachable
+from stopguard.gateway.class_api import give_class
 from stopguard.gateway.exchange import Exchange
 from stopguard.gateway.server import Gateway
 from stopguard.ledger import (
@@ -241,6 +242,19 @@ class LiveView:
             if number % _STOPS_A_TURN == 0:
                 await asyncio.sleep(0)
         return taken
+
+    async def reclass(self, request_id: str, name: str) -> ClassTaken | None:
+        future = asyncio.run_coroutine_threadsafe(self._reclass(request_id, name), self._relay)
+        return await asyncio.wrap_future(future)
+
+    async def _reclass(self, request_id: str, name: str) -> ClassTaken | None:
+        """On the relay's loop."""
+        exchange = self._gateway.registry.alive.get(request_id)
+        if exchange is None:
+            return None
+        changed = give_class(self._gateway, exchange, name, "the admin API")
+        now = exchange.claim.priority_class.name if exchange.claim is not None else name
+        return ClassTaken(request_id=request_id, priority_class=now, changed=changed)
 
     def _alive(self, request_id: str) -> Tracked | None:
         """A request of ours that is alive, or one that is only watched (then its probe can stop it)."""

@@ -11,6 +11,8 @@ __all__ = [
     "AccountDue",
     "AnomalyLine",
     "BooksPage",
+    "ClassOrder",
+    "ClassReport",
     "DifferenceLine",
     "EngineLine",
     "EnginePage",
@@ -243,6 +245,22 @@ class StopOrder(BaseModel):
         if sum(bool(chosen) for chosen in (self.ids, self.group, self.model, self.engine, self.all)) != 1:
             raise ValueError("give exactly one of ids, group, model, engine, all")
         return self
+
+
+class ClassOrder(BaseModel):
+    """Which class a request is to have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": [{"class": "urgent"}]})
+
+    priority_class: str = Field(alias="class", min_length=1, max_length=64)
+
+
+class ClassReport(Answer):
+    """The class that a request has now."""
+
+    id: str
+    priority_class: str = Field(serialization_alias="class")
+    changed: bool = Field(description="False when it had that class already.")
 
 
 class StopReport(Answer):

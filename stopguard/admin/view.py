@@ -1,6 +1,6 @@
 """What the admin app may know of a running StopGuard, as a protocol: the gateway's real one, or a test's.
 
-Everything but `stop` and `relay_answers` only reads, may be called from another thread than the relay's, and
+Everything but `stop`, `reclass` and `relay_answers` only reads, may be called from another thread than the relay's, and
 returns at once. A list that comes from here is a copy, made in one step of the interpreter; the objects in it
 go on living, so a number read from one may be an event newer than its neighbour's.
 """
@@ -20,7 +20,7 @@ from stopguard.ledger.journal_reader import StoredRequest
 from stopguard.ledger.journal_recovery import RecoveredBook
 from stopguard.stops import Anomalies, Tracked
 
-__all__ = ["EngineFacts", "LifeSigns", "StopTaken", "StopWanted", "View"]
+__all__ = ["ClassTaken", "EngineFacts", "LifeSigns", "StopTaken", "StopWanted", "View"]
 
 
 class LifeSigns(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +78,14 @@ class StopTaken(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     result: Literal["stopping", "already", "unknown"]
+
+
+class ClassTaken(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a wish for another class: its name now, and whether it was another one before."""
+
+    request_id: str
+    priority_class: str
+    changed: bool
 
 
 class View(Protocol):
@@ -152,4 +160,11 @@ class View(Protocol):
 
     async def stop(self, wanted: StopWanted) -> Sequence[StopTaken]:
         """Stop the requests that are wanted, on the relay's loop, a few at a time."""
+        ...
+
+    async def reclass(self, request_id: str, name: str) -> ClassTaken | None:
+        """Give a live request the class `name`, on the relay's loop; `None` when no live one is called so.
+
+        Raises `ClientError`: no such class, no classes at all, or changed too often.
+        """
         ...

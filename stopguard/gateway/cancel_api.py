@@ -6,6 +6,7 @@
 `POST /v1/requests/cancel`                         stop several: `{"ids": […]}`, `{"group": …}` (the label in
                                                    `X-StopGuard-Group`), `{"model": …}`
 `GET /v1/requests/{id}`                            the state of one request
+`POST /v1/requests/{id}/class`                     another class for it (see `class_api`)
 `?wait=settled&timeout=5`                          on the first three: answer when all are settled, or after
                                                    so many seconds
 =================================================  =========================================================
@@ -23,7 +24,9 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 
+from stopguard.errors import ClientError
 from stopguard.gateway import terminal
+from stopguard.gateway.class_api import change_class
 from stopguard.gateway.routes import RouteKind
 from stopguard.ledger import Ledger, RequestLedgers
 from stopguard.stops import Semantics, Source, StopCause, Tracked, retry_advice
@@ -109,7 +112,8 @@ class CancelApi:
         name, _, action = rest.partition("/")
         group = method == b"POST" and rest == "cancel"
         one = (method == b"DELETE" and not action) or (method == b"POST" and action == "cancel")
-        if not (group or one or (method == b"GET" and not action)) or not name:
+        reclass = method == b"POST" and action == "class"
+        if not (group or one or reclass or (method == b"GET" and not action)) or not name:
             return False
         self._gateway.give_body_room(len(body))
         digest = head.standing.digest
@@ -118,6 +122,8 @@ class CancelApi:
             self._refuse(client, head, 400, "bad_request", "wait must be 'settled' and timeout a number of seconds")
         elif method == b"GET":
             self._show(client, head, digest, unquote(name))
+        elif reclass:
+            self._change_class(client, head, body, digest, unquote(name))
         elif group:
             self._cancel_several(client, head, body, digest, wait_seconds)
         else:
@@ -192,6 +198,20 @@ class CancelApi:
             self.answer(client, head, 200, self._describe_finished(name))
         else:
             self._not_found(client, head, name)
+
+    def _change_class(self, client: Downstream, head: RequestHead, body: bytes, digest: str, name: str) -> None:
+        registry = self._gateway.registry
+        found = registry.named(digest, name)
+        if not found and not registry.has_finished(digest, name):
+            self._not_found(client, head, name)
+            return
+        try:
+            answer = change_class(self._gateway, found, digest, body)
+        except ClientError as error:
+            self._refuse(client, head, error.status_hint, "class_not_changed", str(error))
+            return
+        state = describe(found[-1].tracked, already=False) if found else self._describe_finished(name)
+        self.answer(client, head, 200, {**state, **answer})
 
     def _cancel_several(
         self, client: Downstream, head: RequestHead, body: bytes, digest: str, wait_seconds: float

@@ -20,6 +20,7 @@ from stopguard.errors import LimitReached
 from stopguard.ledger import EngineGauges
 from stopguard.preemption import (
     BringBack,
+    ChangedTooOften,
     Claim,
     Classes,
     Coordinator,
@@ -32,6 +33,7 @@ from stopguard.preemption import (
     Limits,
     Look,
     Mode,
+    PriorityClass,
     Refused,
     Room,
     Running,
@@ -56,6 +58,8 @@ logger = logging.getLogger("stopguard.preemption")
 
 _BYTES_PER_TOKEN = 4
 """What a token of a prompt takes in a body, roughly: an engine with a probe says better."""
+_CHANGES_MAX = 16
+"""How often one request's class may change: a client that flaps would have everybody decide anew each time."""
 _ALIVE = (Engine.PREEMPTING, Engine.DISPATCHED)
 
 
@@ -184,6 +188,40 @@ class Preempting:
         if found is not None:
             self.hopeless += 1
         return found
+
+    def reclass(self, exchange: Exchange, wanted: PriorityClass, by: str, at: float) -> bool:
+        """Give a request that lives another class, wherever it is. Returns whether that is another one than it had.
+
+        It waits at its new rank, is looked at as a victim or as somebody urgent from now on, and its engine is told
+        where it can be. Raises `ChangedTooOften`.
+        """
+        claim, tracked = exchange.claim, exchange.tracked
+        if claim is None or claim.priority_class is wanted or self.coordinator.seat_of(tracked) is None:
+            return False
+        if claim.changes >= _CHANGES_MAX:
+            raise ChangedTooOften(f"the class of {tracked.request_id} was changed {_CHANGES_MAX} times: let it be")
+        tracked.ledgers.mark(at, f"class {wanted.name}, was {claim.priority_class.name}: {by}")
+        claim.priority_class, claim.served_as = wanted, None
+        claim.changes += 1
+        gateway = self._gateway
+        gateway.admission.queue.rerank(exchange, wanted.rank, at)
+        self.coordinator.reclassed(tracked)
+        if exchange.member is not None and gateway.probing is not None:
+            name = exchange.member.profile.name
+            if gateway.probing.can(name, "prioritise"):
+                lower = exchange.member.engine.capabilities.lower_is_more_urgent
+                self._start(self._tell(name, tracked, claim.engine_priority(lower_is_more_urgent=lower)))
+        gateway.admission.pump(at)
+        self.decide(at)
+        gateway.wake_soon(at)
+        return True
+
+    async def _tell(self, engine: str, tracked: Tracked, priority: int) -> None:
+        probing = self._gateway.probing
+        assert probing is not None
+        result = await probing.order(engine, "prioritise", tracked.request_id, priority=priority)
+        if tracked.request_id in self._gateway.controller.tracked:
+            tracked.ledgers.mark(monotonic(), f"its engine was told priority {priority}: {result.answer}")
 
     def queued(self, exchange: Exchange, candidates: list[Member], at: float) -> None:
         """It waits for one of `candidates`."""
@@ -383,7 +421,9 @@ class Preempting:
         if self._gateway.probing is not None:
             said = (source.hello.block_tokens for source in self._gateway.probing.sources(engine))
             block_tokens = next((size for size in said if size), block_tokens)
-        return room_of(self._gauges.get(engine), member.places_free, block_tokens)
+        slots = member.engine.capabilities.slots
+        slots_free = slots - member.load if slots else None
+        return room_of(self._gauges.get(engine), member.places_free, block_tokens, slots_free)
 
     def _queue_level(self, engine: str) -> int:
         member = self._gateway.fleet.named(engine)

@@ -5,7 +5,15 @@ Start at `classes` (who may ask for what), then `queue` (who goes next), `pressu
 says what a preemption is. Like the stops, all of it is sans-I/O: the gateway's `preempting` is its edge.
 """
 
-from stopguard.preemption.classes import Claim, Classes, Granted, PriorityClass, UnknownClass
+from stopguard.preemption.classes import (
+    ChangedTooOften,
+    Claim,
+    Classes,
+    ClassesOff,
+    Granted,
+    PriorityClass,
+    UnknownClass,
+)
 from stopguard.preemption.coordinator import BringBack, Coordinator, Decision, Look, TakeOff
 from stopguard.preemption.deadlines import Forecast, Hopeless, Limits
 from stopguard.preemption.guard import Guard
@@ -20,9 +28,11 @@ __all__ = [
     "POLICIES",
     "BringBack",
     "Candidate",
+    "ChangedTooOften",
     "Claim",
     "ClassSettings",
     "Classes",
+    "ClassesOff",
     "Coordinator",
     "Decision",
     "Exactness",

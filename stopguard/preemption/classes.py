@@ -19,7 +19,7 @@ import msgspec
 from stopguard.errors import ClientError
 from stopguard.preemption.settings import ClassSettings, PreemptionSettings, TenantStanding
 
-__all__ = ["Claim", "Classes", "Granted", "PriorityClass", "UnknownClass"]
+__all__ = ["ChangedTooOften", "Claim", "Classes", "ClassesOff", "Granted", "PriorityClass", "UnknownClass"]
 
 _ORDINARY = TenantStanding()
 _PLAIN_TIERS = frozenset({"auto", "default"})
@@ -27,6 +27,16 @@ _PLAIN_TIERS = frozenset({"auto", "default"})
 
 class UnknownClass(ClientError):
     """A client asked by header for a class that is not configured."""
+
+
+class ClassesOff(ClientError):
+    """A class is to be changed where there is one for all."""
+
+
+class ChangedTooOften(ClientError):
+    """A request's class has been changed as often as it may be."""
+
+    status_hint = 429
 
 
 class PriorityClass(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +61,8 @@ class Claim(msgspec.Struct, kw_only=True):
 
     `prompt_tokens` is an estimate until the engine says better; `max_tokens` is what the client allows. `returned`:
     it made room once and is sent again, before those of its class that came while it waited. `served_as` is the
-    class to which it has risen by waiting, which is the one that its engine is told.
+    class to which it has risen by waiting, which is the one that its engine is told. `changes` counts how often its
+    class was changed while it lived.
     """
 
     priority_class: PriorityClass
@@ -62,6 +73,7 @@ class Claim(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     returned: bool = False
     served_as: PriorityClass | None = None
+    changes: int = 0
 
     def engine_priority(self, *, lower_is_more_urgent: bool) -> int:
         """Its urgency as an engine gets it, with the sign that the engine wants."""
@@ -115,7 +127,7 @@ class Classes:
         usual = self.by_name[standing.usual_class] if standing.usual_class else self.default
         ceiling = self.by_name[standing.ceiling] if standing.ceiling else self._ceiling
         if header:
-            asked = self._named(header)
+            asked = self.named(header, "X-StopGuard-Class")
         elif tier and tier not in _PLAIN_TIERS:
             asked = self._of_tier(tier, usual)
         elif priority is not None and not tier:
@@ -126,11 +138,12 @@ class Classes:
             return Granted(ceiling, asked.name)
         return Granted(asked)
 
-    def _named(self, name: str) -> PriorityClass:
+    def named(self, name: str, where: str = "class") -> PriorityClass:
+        """The class `name`, in whatever case. `UnknownClass` begins with `where` it stood."""
         found = self.by_name.get(name.lower())
         if found is None:
             known = ", ".join(self.by_name)
-            raise UnknownClass(f"X-StopGuard-Class {name[:64]!r} is no class here; there are: {known}")
+            raise UnknownClass(f"{where} {name[:64]!r} is no class here; there are: {known}")
         return found
 
     def _of_tier(self, tier: str, usual: PriorityClass) -> PriorityClass:

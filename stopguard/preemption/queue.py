@@ -122,6 +122,20 @@ class FairQueue(Generic[T]):
         self._leave(entry)
         return True
 
+    def rerank(self, item: T, rank: int, at: float) -> bool:
+        """Its class has changed: it waits at `rank`, risen by as long as it has waited. Returns whether it waits."""
+        assert 0 <= rank < self._levels
+        old = self._entries.get(item)
+        if old is None:
+            return False
+        self._take_from_lane(old)
+        old.alive = False  # its promotions are of the old rank
+        entry = self._entries[item] = _Entry(item, old.lane, rank, old.arrived_at, old.number)
+        entry.level = self._level_at(entry, at)
+        self._push(entry)
+        self._drop_dead_promotions()
+        return True
+
     def pick(self, at: float, usable: Callable[[T], R | None]) -> tuple[T, R, int] | None:
         """The next that `usable` has something for, taken out, with what that is and the level at which it waited."""
         self.promote(at)
@@ -237,6 +251,9 @@ class FairQueue(Generic[T]):
         if not tenant.waiting:
             # Nothing is lost with its tag: whoever went last has set the clock to no less.
             del self._tenants[entry.lane[0]]
+        self._drop_dead_promotions()
+
+    def _drop_dead_promotions(self) -> None:
         if len(self._promotions) > 2 * len(self._entries) + 64:
             self._promotions = [each for each in self._promotions if each[2].alive]
             heapq.heapify(self._promotions)

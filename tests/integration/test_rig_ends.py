@@ -20,7 +20,8 @@ class FileServer:
         pass
     def launch(self, home, port, arguments, options):
         serve = f"{sys.executable} -m http.server {port} --bind 127.0.0.1"
-        return rig.Launch(command=("/bin/sh", "-c", f"trap 'kill $!' TERM; {serve} & wait"), model="", ready_path="/", ready_seconds=30.0)
+        command = ("/bin/sh", "-c", f"trap 'kill $!' TERM; {serve} & wait")
+        return rig.Launch(command=command, model="", ready_path="/", ready_seconds=30.0)
 
 with rig.start(FileServer()) as engine:
     print(*[process.pid for process in engine.processes()], flush=True)

@@ -21,9 +21,8 @@ from stopguard.gateway.inside_way import InsideWay
 from stopguard.gateway.parking import GatewayWay
 from stopguard.gateway.settings import ResumeSettings
 from stopguard.ledger import Evidence
-from stopguard.preemption.ways import Exactness, Gone, Parked, Running
-from stopguard.stops import Engine, Semantics, Source, StopCause, Tracked
-from stopguard.stops.preemptions import preempt
+from stopguard.preemption.ways import Exactness, Gone, Parked, Refused, Running
+from stopguard.stops import Engine, IllegalTransition, Semantics, Source, StopCause, Tracked, preemptions
 from stopguard.testing.conformance.subject import Closed, Subject
 
 __all__ = ["WAYS", "Preempting"]
@@ -37,6 +36,7 @@ _ATTEMPTS: Final = 6
 #: Of the subject's long output is enough to begin with: every stream is made twice.
 _PART: Final = 4
 _STALE_SECONDS: Final = 0.3
+_AGAIN_SECONDS: Final = 0.05
 _OVER: Final = (Engine.FINISHED, Engine.STOPPED)
 
 
@@ -73,7 +73,7 @@ class Bench:
         cause = StopCause(
             semantics=Semantics.PREEMPT, source=Source.PREEMPTION, reason="conformance", observed_at=at, actor="suite"
         )
-        subject.gateway.carry_out(preempt(subject.gateway.controller, tracked, at, cause), at)
+        subject.gateway.carry_out(preemptions.preempt(subject.gateway.controller, tracked, at, cause), at)
         answer = await self.way.preempt(tracked)
         return Away(exchange, request_id, tracked, answer, tokens, reply.events)
 
@@ -88,6 +88,26 @@ class Bench:
             assert ended, f"{away.request_id} runs and was not preempted: {away.answer}"
             await self.subject.closed_book(away.request_id)
         raise AssertionError(f"in {_ATTEMPTS} attempts every stream had ended before it could be preempted")
+
+    async def bring_back(self, away: Away) -> Running | Refused | Gone:
+        """Let it go on, as the gateway does; asked again where an engine wants it to stay away for a step."""
+        gateway, tracked = self.subject.gateway, away.tracked
+        answer: Running | Refused | Gone = Gone()
+        for _ in range(_ATTEMPTS):
+            if isinstance(self.way, InsideWay):
+                at = monotonic()
+                try:
+                    gateway.carry_out(preemptions.resume(gateway.controller, tracked, at), at)
+                except IllegalTransition:
+                    return Gone()
+            answer = await self.way.resume(tracked)
+            if not isinstance(answer, Refused):
+                break
+            if isinstance(self.way, InsideWay):
+                at = monotonic()
+                gateway.carry_out(preemptions.resume_refused(gateway.controller, tracked, at), at)
+            await asyncio.sleep(max(answer.retry_after_seconds, _AGAIN_SECONDS))
+        return answer
 
 
 def _has(subject: Subject, name: str) -> bool:
@@ -145,7 +165,7 @@ class Preempting:
                 if way == "gateway":
                     await asyncio.sleep(_STALE_SECONDS)
                     assert away.exchange.reply.events == away.events, "something came though it is at no engine"
-                outcome = await bench.way.resume(away.tracked)
+                outcome = await bench.bring_back(away)
                 assert isinstance(outcome, Running), outcome
             text = await subject.text_of(away.exchange)
             closed = await subject.closed_book(away.request_id)
@@ -175,7 +195,7 @@ class Preempting:
                 away = await bench.surely_taken_off(prompt)
                 await away.exchange.leave()
                 closed = await subject.closed_book(away.request_id)
-                outcome = await bench.way.resume(away.tracked)
+                outcome = await bench.bring_back(away)
                 await subject.idle()
                 return closed, outcome
 

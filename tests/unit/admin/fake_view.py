@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stopguard.admin.view import EngineFacts, LifeSigns, StopTaken, StopWanted
+from stopguard.admin.view import ClassTaken, EngineFacts, LifeSigns, StopTaken, StopWanted
 from stopguard.ledger import Account, Book, BookStatistics, Difference, Leak, Reconciliation, RequestLedgers
 from stopguard.ledger.journal import JournalStatistics
 from stopguard.ledger.journal_reader import StoredRequest
 from stopguard.ledger.journal_recovery import RecoveredBook
+from stopguard.preemption import UnknownClass
 from stopguard.stops import (
     CLOSE_CONNECTION,
     Anomalies,
@@ -123,6 +124,14 @@ class FakeView:
 
     def recovered(self) -> Sequence[RecoveredBook]:
         return self.left_open
+
+    async def reclass(self, request_id: str, name: str) -> ClassTaken | None:
+        """Two classes, of which every request has the first."""
+        if request_id not in self.controller.tracked:
+            return None
+        if name not in ("standard", "urgent"):
+            raise UnknownClass(f"class {name!r} is no class here; there are: standard, urgent")
+        return ClassTaken(request_id=request_id, priority_class=name, changed=name == "urgent")
 
     async def stop(self, wanted: StopWanted) -> Sequence[StopTaken]:
         """Stops what is asked for by id; time passes while somebody waits."""

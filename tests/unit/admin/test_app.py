@@ -348,6 +348,17 @@ async def test_an_order_that_is_not_clear_stops_nothing(
     assert view.orders == []
 
 
+async def test_another_class_for_whoever_made_it(view: FakeView, get: Callable[..., Any]) -> None:
+    running = view.run(1)
+    path = f"/requests/{running.request_id}/class"
+    report = await get(path, method="POST", json={"class": "urgent"})
+    assert report == {"id": running.request_id, "class": "urgent", "changed": True}
+    problem = await get(path, method="POST", json={"class": "princely"}, status=400)
+    assert "there are: standard, urgent" in problem["detail"]
+    await get("/requests/nobody/class", method="POST", json={"class": "urgent"}, status=404)
+    await get(path, method="POST", json={"priority_class": "urgent"}, status=422)
+
+
 # ---- engines and books -------------------------------------------------------------------------------------------
 
 
@@ -412,7 +423,17 @@ async def test_the_books_page_is_the_book(view: FakeView, get: Callable[..., Any
 async def test_the_openapi_document_has_every_route_and_no_page_from_elsewhere(get: Callable[..., Any]) -> None:
     document = await get("/openapi.json")
     assert set(document["paths"]) == {
-        *("/healthz", "/readyz", "/requests", "/requests/{request_id}", "/stops", "/leaks", "/engines", "/books"),
+        *(
+            "/healthz",
+            "/readyz",
+            "/requests",
+            "/requests/{request_id}",
+            "/requests/{request_id}/class",
+            "/stops",
+            "/leaks",
+            "/engines",
+            "/books",
+        ),
         *("/events", "/overview"),
     }
     assert {"ids", "group", "model", "engine", "all"} <= set(

@@ -192,6 +192,19 @@ class QueueMachine(RuleBasedStateMachine):
         del self.standing[name]
 
     @precondition(lambda self: bool(self.standing))
+    @rule(data=st.data(), rank=st.integers(0, LEVELS - 1))
+    def somebody_changes_class(self, data: st.DataObject, rank: int) -> None:
+        """It keeps the time that it has waited."""
+        name = data.draw(st.sampled_from(sorted(self.standing)))
+        assert self.line.rerank(name, rank, self.at)
+        assert not self.line.rerank("nobody", rank, self.at)
+        tenant, _, arrived_at = self.standing[name]
+        self.standing[name] = (tenant, rank, arrived_at)
+        # Others may have come to the top before it, or it before them: bounds count from here.
+        self.bounds.clear()
+        self.passed_at_top.clear()
+
+    @precondition(lambda self: bool(self.standing))
     @rule()
     def somebody_is_served(self) -> None:
         top = [name for name in self.standing if self.line.level_of(name) == LEVELS - 1]
