@@ -502,11 +502,12 @@ def _from_inside(base: EngineProfile, *, aborts: bool) -> EngineProfile:
 
 
 def _unspoken(tracked: Tracked) -> bool:
-    """It has ended, or is being stopped, and no scheduler has spoken of it."""
-    if not tracked.probed or tracked.part_places is not None:
+    """It is being stopped and no scheduler has anything of it, or it has ended and none has ever spoken of it."""
+    if not tracked.probed or tracked.part_places:
         return False
     state = tracked.machine.engine
-    return state in ENGINE_ENDED or state in (Engine.ABORTING, Engine.UNCONFIRMED)
+    stopping = state in (Engine.ABORTING, Engine.UNCONFIRMED)
+    return stopping or (state in ENGINE_ENDED and tracked.part_places is None)
 
 
 def _is_abort(event: wire.Event) -> bool:

@@ -74,24 +74,29 @@ def unseen_everywhere(
 ) -> Sequence[Effect]:
     """Close what came and went in a gap: requests that no process of the engine has now, and of which none spoke.
 
+    So is one that is being stopped and whose parts are all gone without having ended it: an engine may compute a prompt
+    once for children that it then never sends (SGLang, `n` > 1, a client that leaves in between).
+
     `has` is everything that all of them had when they were asked, which was not before `since` (book seconds).
     """
     effects: list[Effect] = []
     for tracked in list(controller.in_engine.get(engine, {}).values()):
-        if not tracked.probed or tracked.part_places is not None or tracked.request_id in has:
+        if not tracked.probed or tracked.part_places or tracked.request_id in has:
             continue
+        more_may_come = tracked.part_places is not None
         state, stop = tracked.machine.engine, tracked.ledgers.stop
         evidence = Evidence.PROBE
         if state in STOPPING:
             notified_at = stop.notified_at if stop is not None else None
             if notified_at is None or notified_at > since:
                 continue
-            if not tracked.output_started and stop is not None and stop.evidence < Evidence.STREAM_CLOSED:
+            unsent = not tracked.output_started and stop is not None and stop.evidence < Evidence.STREAM_CLOSED
+            if unsent or more_may_come:
                 if since - notified_at < ARRIVAL_SECONDS:
                     continue  # it may be on its way to the scheduler
                 evidence = Evidence.GAUGE
             effects += controller.acknowledged(tracked, at, evidence)
-        elif state not in ENGINE_ENDED or tracked.ledgers.last_at > since:
+        elif more_may_come or state not in ENGINE_ENDED or tracked.ledgers.last_at > since:
             continue  # what the scheduler says of it may be on its way
         if tracked.request_id in controller.tracked:
             movements.release_engine_side(tracked.ledgers, at, evidence, "not in the snapshot")

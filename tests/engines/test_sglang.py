@@ -490,7 +490,9 @@ def _seconds(closed: Closed) -> float:
 
 
 def _came_to_a_scheduler(closed: Closed) -> bool:
-    return any("the scheduler has" in text for _, text in closed.ledgers.marks)
+    """Other than by a prompt that was computed for children who were never sent."""
+    parts = [text.split()[3] for _, text in closed.ledgers.marks if text.startswith("the scheduler has")]
+    return len(parts) > 1 or parts == [closed.request_id]
 
 
 async def _totals(subject: ProbedSubject) -> tuple[int, int, int]:

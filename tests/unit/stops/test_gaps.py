@@ -233,6 +233,26 @@ def test_one_whose_abort_found_nothing(output: bool, seconds: float, evidence: E
     assert (stop.outcome, stop.evidence) == ("confirmed", evidence)
 
 
+def test_one_whose_parts_are_gone_and_whose_next_parts_never_came() -> None:
+    """An engine computes a prompt once for several children (SGLang), and the client leaves before they are sent."""
+    scene = Scene()
+    tracked = scene.admitted()
+    scene.controller.dispatch(tracked, scene.at, PROBED)
+    scene.frame(wire.Added("r1.first", scene.at, 4, "r1"), wire.BlocksHeld("r1.first", scene.at, 2))
+    scene.frame(wire.BlocksReturned("r1.first", scene.at, 2), wire.Moved("r1.first", scene.at, "gone"))
+    running = unseen_everywhere(scene.controller, "probed", scene.at + 60, (), scene.at + 60)
+    assert scene.said(running) == [], "its children are on their way"
+    scene.controller.client_left(tracked, scene.at, "eof")
+    scene.frame(wire.AbortNoop("r1.first", scene.at))
+    assert scene.said(unseen_everywhere(scene.controller, "probed", scene.at, (), scene.at)) == []
+    scene.at += 6.0
+    assert scene.said(unseen_everywhere(scene.controller, "probed", scene.at, (), scene.at)) == ["settled r1"]
+    stop = tracked.ledgers.stop
+    assert stop is not None
+    assert (stop.outcome, stop.evidence) == ("confirmed", Evidence.GAUGE)
+    assert not tracked.ledgers.leaks
+
+
 def test_one_that_runs_is_not_touched() -> None:
     scene = Scene()
     tracked = scene.admitted()
