@@ -36,6 +36,12 @@ logger = logging.getLogger("stopguard.probe")
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _INPUT: Final = "sglang.srt.managers.io_struct.GenerateReqInput."
 _OURS: Final = re.compile(r"(sg-[0-9a-f]{32})([_.].*)?")
+#: Both or neither: `_release_lora_once` came with 0.5.22.
+_LORA_HOOKS: Final = frozenset({
+    "TokenizerManager._validate_and_resolve_lora",
+    "TokenizerManager._release_lora_once",
+})  # fmt: skip
+_NO_LORA: Final = "references to LoRA adapters are not in the books"
 #: Routes whose work is for the client that waits. Others (weights, profiling, background responses) run to their end.
 _GENERATING: Final = frozenset({
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/embeddings", "/v1/classify", "/v1/rerank"),
@@ -83,11 +89,14 @@ class FrontWatch:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._version = ""
+        self._sees_loras = True
 
     def greet(self, version: str, attached: Sequence[str], missing: Sequence[str]) -> None:
         """What the greeting to the collector shall say of our hooks."""
         self._version = version
         self._names = (tuple(attached), tuple(missing))
+        # A reference that nobody gives back would be called a leak.
+        self._sees_loras = _LORA_HOOKS.isdisjoint(missing)
 
     def start(self, manager: Any) -> None:
         """The manager has its event loop."""
@@ -129,7 +138,7 @@ class FrontWatch:
 
     def lora_taken(self, request: Any) -> None:
         """Its adapters are referenced from now on."""
-        if not getattr(request, "lora_id", None):
+        if not self._sees_loras or not getattr(request, "lora_id", None):
             return
         single = not isinstance(request.rid, list)
         rids = [request.rid] if single else request.rid
@@ -140,6 +149,8 @@ class FrontWatch:
                 self._count_lora(rid, 1 if single else count)
 
     def lora_given_back(self, state: Any) -> None:
+        if not self._sees_loras:
+            return
         self._count_lora(state.obj.rid, -1)
 
     def _count_lora(self, rid: str, change: int) -> None:
@@ -241,6 +252,6 @@ def hooks() -> list[Hook]:
         Hook(_MANAGER + "abort_request", abort, "around"),
         Hook(_MANAGER + "_mark_state_dispatched", dispatched, "after"),
         Hook(_INPUT + "regenerate_rid", new_child_id, "around"),
-        Hook(_MANAGER + "_validate_and_resolve_lora", take_lora, "around"),
-        Hook(_MANAGER + "_release_lora_once", give_lora_back, "after"),
+        Hook(_MANAGER + "_validate_and_resolve_lora", take_lora, "around", instead=_NO_LORA),
+        Hook(_MANAGER + "_release_lora_once", give_lora_back, "after", instead=_NO_LORA),
     ]

@@ -2,6 +2,7 @@
 
 Each function here calls SGLang's own exactly once (but for an abort of nobody) and returns what that returned; what is
 ours around it is guarded, piece by piece. Hooks that go `after` are given the result first, and leave it as it is.
+The three of each step look at a few attributes of their own, which cannot fail, before they call anything.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Any, Final
 
 from stopguard.probe.sender import Guarded
 from stopguard_sglang.plugin import Hook
-from stopguard_sglang.plugin_scheduler import Record, watch
+from stopguard_sglang.plugin_scheduler import QUIET_SECONDS, Record, watch
 
 __all__ = ["hooks", "leak_hooks"]
 
@@ -28,7 +30,6 @@ _CHECKER: Final = "sglang.srt.managers.scheduler_components.invariant_checker."
 _turn = Guarded(watch.turn, "turn", 20)
 _entered = Guarded(watch.entered, "entered", 20)
 _scheduled = Guarded(watch.scheduled, "scheduled", 20)
-_stepped = Guarded(watch.stepped, "stepped", 20)
 _flush = Guarded(watch.flush, "flush", 20)
 _retracted = Guarded(watch.retracted, "retracted", 20)
 _echoed = Guarded(watch.echoed, "echoed", 20)
@@ -48,7 +49,8 @@ def _hiding(rid: str, everything: bool) -> Iterator[None]:
 
 
 def ingest(_result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    _turn(scheduler)
+    if watch.attention or watch.events:
+        _turn(scheduler)
 
 
 def add_request(original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,18 +64,20 @@ def compile_grammar(original: Callable[..., Any], manager: Any, req: Any, *args:
 
 
 def next_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    watch.preempter.between_steps(kwargs)
+    if watch.preempter.orders:
+        watch.preempter.between_steps(kwargs)
     plan = original(scheduler, *args, **kwargs)
     batch = getattr(plan, "batch_to_run", None)
-    if batch is not None:
+    if batch is not None and getattr(batch, "forward_mode", None) is not watch.decode_mode:
         _scheduled(batch)
     return plan
 
 
 def read_results(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(scheduler, batch, *args, **kwargs)
-    _stepped(batch)
-    _flush()
+    watch.step += 1
+    if watch.events or watch.endings or monotonic() - watch.flushed_at >= QUIET_SECONDS:
+        _flush()
     return result
 
 
@@ -163,14 +167,19 @@ _complained: set[int | None] = set()
 def hooks() -> list[Hook]:
     """The hook points of a scheduler process."""
     return [
-        Hook(_SCHEDULER + "ingest_requests", ingest, "after"),
-        Hook(_SCHEDULER + "_add_request_to_queue", add_request, "around"),
+        Hook(_SCHEDULER + "ingest_requests", ingest, "after", necessary=True),
+        Hook(_SCHEDULER + "_add_request_to_queue", add_request, "around", necessary=True),
         Hook(_GRAMMARS + "process_req_with_grammar", compile_grammar, "around"),
-        Hook(_SCHEDULER + "get_next_batch_to_run", next_batch, "around"),
-        Hook(_SCHEDULER + "process_batch_result", read_results, "around"),
+        Hook(_SCHEDULER + "get_next_batch_to_run", next_batch, "around", necessary=True),
+        Hook(_SCHEDULER + "process_batch_result", read_results, "around", necessary=True),
         Hook(_SCHEDULER + "abort_request", abort, "around"),
-        Hook(_SCHEDULER + "send_abort_output", abort_output, "after"),
-        Hook(_MEMORY + "release_kv_cache", release, "around"),
+        Hook(
+            _SCHEDULER + "send_abort_output",
+            abort_output,
+            "after",
+            instead="its queues are searched 50 times a second for those that have left",
+        ),
+        Hook(_MEMORY + "release_kv_cache", release, "around", necessary=True),
         Hook(_BATCH + "release_req", retract, "after"),
         Hook(_SCHEDULER + "pause_generation", pause, "after"),
         Hook(_SCHEDULER + "continue_generation", go_on, "after"),

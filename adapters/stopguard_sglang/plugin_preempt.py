@@ -54,7 +54,7 @@ class Preempter:
 
     def __init__(self, watch: SchedulerWatch) -> None:
         self._watch = watch
-        self._orders: deque[tuple[wire.Command, int]] = deque()
+        self.orders: deque[tuple[wire.Command, int]] = deque()
         self.parked: dict[str, tuple[Any, int]] = {}
         self.turns = 0
         # Families of which only a part could be taken: the part goes back as soon as it may.
@@ -63,6 +63,11 @@ class Preempter:
         self.wake = threading.Event()
         self._release: Any = None
         self.between_steps = Guarded(self._between_steps, "preempt", 20)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it wants to be told of each turn."""
+        return bool(self.orders or self.parked or self._undone)
 
     def usable(self, scheduler: Any) -> bool:
         """Whether this scheduler has what a preemption needs."""
@@ -80,15 +85,16 @@ class Preempter:
         elif self._release is None:
             self._answer(command, "unsupported")
         else:
-            self._orders.append((command, 0))
+            self.orders.append((command, 0))
             if not self._watch.family(command.request_id):
-                self._orders.pop()
+                self.orders.pop()
                 self._answer(command, "unknown")
 
     def turn(self) -> None:
         """One turn of the event loop; orders of requests that do not step (queued ones) are carried out here too."""
         self.turns += 1
-        self.wake.clear()
+        if self.wake.is_set():
+            self.wake.clear()
         for rid in list(self._undone):
             if self._resume(rid) != "refused":
                 self._undone.discard(rid)
@@ -110,8 +116,8 @@ class Preempter:
     # ---- at the head of a step -------------------------------------------------------------------
 
     def _between_steps(self, batches: dict[str, Any]) -> None:
-        for _ in range(len(self._orders)):
-            command, deferrals = self._orders.popleft()
+        for _ in range(len(self.orders)):
+            command, deferrals = self.orders.popleft()
             family = self._watch.family(command.request_id)
             if not family:
                 self._answer(command, "gone")
@@ -121,7 +127,7 @@ class Preempter:
                 continue
             verdicts = [self._preempt(record, batches) for record in family]
             if "later" in verdicts and deferrals < _DEFERRALS_MAX:
-                self._orders.append((command, deferrals + 1))
+                self.orders.append((command, deferrals + 1))
             elif "refused" in verdicts or "later" in verdicts:
                 self._undone.add(command.request_id)
                 refused = "refused" in verdicts

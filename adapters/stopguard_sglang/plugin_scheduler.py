@@ -1,4 +1,4 @@
-"""Inside SGLang's scheduler process: what each step did to each request, one frame a step.
+"""Inside SGLang's scheduler process: what each step did to each request, at most one frame a step.
 
 Facts (sglang 0.5.23)
 ---------------------
@@ -19,6 +19,12 @@ leaves with an echo (`send_abort_output`), a running one at the end of the next 
 
 With the overlap loop the next step has been launched when a request is found to have ended; the token that this step
 computes for it is thrown away, and booked as stale at once.
+
+A step that only brings tokens calls nothing here. A model's step has filled the processor's caches with something
+else, and each function that is touched then costs several microseconds, whatever it does (measured in the real engine),
+so the hooks themselves look at a few attributes (`attention`, `events`, `endings`, `flushed_at`). What running requests
+have computed, sent and taken since the last frame is read off them when a frame is due: because something else has
+happened, or after `QUIET_SECONDS`. Whatever ends, moves or releases a request counts it first.
 """
 
 from __future__ import annotations
@@ -36,15 +42,19 @@ from stopguard.probe.sender import Sender
 from stopguard_sglang.plugin import KIND
 from stopguard_sglang.plugin_preempt import Preempter
 
-__all__ = ["ECHO_HOOK", "Record", "SchedulerWatch", "parent_of", "watch"]
+__all__ = ["ECHO_HOOK", "QUIET_SECONDS", "Record", "SchedulerWatch", "parent_of", "watch"]
 
 logger = logging.getLogger("stopguard.probe")
 
+QUIET_SECONDS: Final = 0.05
+"""Steps that only bring tokens are told together when they follow each other faster than this."""
 ECHO_HOOK: Final = "Scheduler.send_abort_output"
 _SWEEP_SECONDS: Final = 0.02
 _HEALTH: Final = "HEALTH_CHECK"
 _OURS: Final = re.compile(r"sg-[0-9a-f]{32}")
 _CHILD: Final = re.compile(r"(sg-[0-9a-f]{32})[_.].")
+#: Is no mode of any batch.
+_UNKNOWN: Final = object()
 #: Put before the id of a request that an abort must not hit, while the abort looks for its victims.
 _HIDDEN: Final = "\0"
 
@@ -88,7 +98,13 @@ class SchedulerWatch:
         self.sequence = 0
         self.step = 0
         self.preempter = Preempter(self)
-        self._endings: list[Record] = []
+        #: Requests that have ended in this step.
+        self.endings: list[Record] = []
+        self.flushed_at = 0.0
+        #: Something waits for `turn`; true from the start.
+        self.attention = True
+        #: The mode of a batch in which everybody runs already.
+        self.decode_mode: Any = _UNKNOWN
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._version = ""
         self._measures = False
@@ -122,12 +138,18 @@ class SchedulerWatch:
         )
         with contextlib.suppress(ImportError, AttributeError):
             self._abort_type = importlib.import_module("sglang.srt.managers.io_struct").AbortReq
+        with contextlib.suppress(ImportError, AttributeError):
+            self.decode_mode = importlib.import_module(
+                "sglang.srt.model_executor.forward_batch_info"
+            ).ForwardMode.DECODE
         commands: list[wire.Action] = ["snapshot"]
         # With several ranks each must see the same commands in the same step: there the API process broadcasts them.
         if alone and self._abort_type is not None:
             commands += ["abort"]
             if self.preempter.usable(scheduler):
                 commands += ["preempt", "hold", "resume"]
+            if getattr(scheduler, "enable_priority_scheduling", False):
+                commands += ["prioritise"]
         attached, missing = self._names
         self.sender = Sender.from_environment(
             KIND,
@@ -172,44 +194,35 @@ class SchedulerWatch:
                 self.events.append(wire.Resumed(record.rid, at))
 
     def scheduled(self, batch: Any) -> None:
-        """`batch` will run now; its KV has been given out."""
+        """`batch` will run now; its KV has been given out. Needs not be told of a batch in `decode_mode`."""
         for req in batch.reqs:
             record = self.known(req)
             if record is not None and not record.ending:
                 if record.place != "running":
                     self.move(record, "running")
-                self.count_held(record)
+                self.count_held(record, monotonic())
 
-    def count_held(self, record: Record) -> None:
+    def count_held(self, record: Record, at: float) -> None:
         """Book what it holds now."""
         kv = record.req.kv
         held = kv.kv_allocated_len if kv.holds_kv else 0
-        change = held - record.held
-        if change:
-            record.held = held
-            kind = wire.BlocksHeld if change > 0 else wire.BlocksReturned
-            self.events.append(kind(record.rid, monotonic(), abs(change)))
+        if held != record.held:
+            change, record.held = held - record.held, held
+            self.events.append(
+                wire.BlocksHeld(record.rid, at, change) if change > 0 else wire.BlocksReturned(record.rid, at, -change)
+            )
 
-    def count_tokens(self, record: Record) -> None:
+    def count_tokens(self, record: Record, at: float) -> None:
         """Book what was computed and what was handed to the detokenizer since the last time."""
         if not self._generates:
             return
         req = record.req
         computed, emitted = len(req.output_ids), req.send_token_offset
-        at = monotonic()
         if computed > record.computed:
             self.events.append(wire.TokensComputed(record.rid, at, computed - record.computed))
         if emitted > record.emitted:
             self.events.append(wire.TokensEmitted(record.rid, at, emitted - record.emitted))
         record.computed, record.emitted = computed, emitted
-
-    def stepped(self, batch: Any) -> None:
-        """The results of `batch` have been read."""
-        self.step += 1
-        for req in batch.reqs:
-            record = self.known(req)
-            if record is not None:
-                self.count_tokens(record)
 
     def released(self, record: Record, held: int, missing: int) -> None:
         """Its KV was given back, but for `missing` tokens that went nowhere."""
@@ -232,7 +245,7 @@ class SchedulerWatch:
         """It lost its room and lives on."""
         record = self.known(req)
         if record is not None and not req.finished():
-            self.count_tokens(record)
+            self.count_tokens(record, monotonic())
             self.move(record, "preempted")
             lost = record.lost or len(req.origin_input_ids) + len(req.output_ids)
             self.events.append(wire.Preempted(record.rid, monotonic(), lost))
@@ -242,19 +255,19 @@ class SchedulerWatch:
         record = self.known(req)
         if record is None:
             return
-        self.count_held(record)
+        self.count_held(record, monotonic())
         code = reason.get("status_code") if isinstance(reason, dict) else None
         self._end(record, "abort" if record.aborting or code is None else "rejected")
 
     def _end_soon(self, record: Record) -> None:
         if not record.ending:
             record.ending = True
-            self._endings.append(record)
+            self.endings.append(record)
 
     def _end(self, record: Record, reason: str) -> None:
         at = monotonic()
         rid = record.rid
-        self.count_tokens(record)
+        self.count_tokens(record, at)
         unsent = record.computed - record.emitted
         if unsent > 0:
             self.events.append(wire.TokensDropped(rid, at, unsent))
@@ -310,6 +323,7 @@ class SchedulerWatch:
         if mode == "in_place":
             for record in self.records.values():
                 if record.place == "running":
+                    self.count_tokens(record, monotonic())
                     self.move(record, "paused")
 
     def continued(self) -> None:
@@ -320,19 +334,23 @@ class SchedulerWatch:
     # ---- between steps ---------------------------------------------------------------------------
 
     def turn(self, scheduler: Any) -> None:
-        """One turn of the event loop begins."""
+        """One turn of the event loop begins, and there is `attention` or something to tell."""
         if not self._started:
             self._start(scheduler)
         if self.sender is None:
             self._forget_everything()
             return
+        self.attention = False  # before the commands are looked at: others may come at any time
         self.preempter.turn()
         for command in self.sender.commands():
             self._obey(command)
-        if not self._echoes and self.records:
+        sweeping = not self._echoes and bool(self.records)
+        if sweeping:
             self._sweep()
-        if self.events or self._endings:
+        if self.events or self.endings:
             self.flush()
+        if sweeping or self.preempter.busy:
+            self.attention = True
 
     def _sweep(self) -> None:
         """Where SGLang has no single place for echoes (before 0.5.23): whoever waits in no queue any more has ended."""
@@ -353,22 +371,27 @@ class SchedulerWatch:
 
     def flush(self) -> None:
         """Send what has happened since the last frame."""
-        for record in self._endings:
+        for record in self.endings:
             if record.rid in self.records:
                 self._end(record, _reason(record))
-        self._endings.clear()
+        self.endings.clear()
+        at = self.flushed_at = monotonic()
+        for record in self.records.values():
+            if record.place == "running":
+                self.count_held(record, at)
+                self.count_tokens(record, at)
         if not self.events or self.sender is None:
             return
         running, waiting, free, cached = self._totals()
         events, self.events = self.events, []
         sequence = self.sequence = self.sequence + 1
-        self.sender.send(wire.Frame(sequence, self.step, monotonic(), events, running, waiting, free, cached))
+        self.sender.send(wire.Frame(sequence, self.step, at, events, running, waiting, free, cached))
 
     def _forget_everything(self) -> None:
         """This process does not speak: keep nothing for nobody."""
-        for record in self._endings:
+        for record in self.endings:
             self.records.pop(record.rid, None)
-        self._endings.clear()
+        self.endings.clear()
         self.events.clear()
 
     def _totals(self) -> tuple[int, int, int, int]:
@@ -395,6 +418,7 @@ class SchedulerWatch:
 
         While there is no request at all nothing can be done wrong here: nothing is known, and nothing is held.
         """
+        self.attention = True
         self.preempter.wake.set()
         sender = self.sender
         if sender is None:
@@ -425,6 +449,12 @@ class SchedulerWatch:
             for record in found:
                 self.scheduler.abort_request(self._abort_type(rid=record.rid))
             sender.send(wire.CommandAnswer(command.command_id, "accepted" if found else "unknown"))
+        elif action == "prioritise":
+            # Its queue is sorted by this attribute anew in each step (`schedule_policy.py: calc_priority`).
+            found = self.family(rid)
+            for record in found:
+                record.req.priority = command.priority
+            sender.send(wire.CommandAnswer(command.command_id, "applied" if found else "unknown"))
         else:
             self.preempter.obey(command)
 

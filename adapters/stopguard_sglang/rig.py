@@ -9,7 +9,7 @@ loop, KV pools, radix cache. Two things are missing there and supplied by `cpu/`
   `cpu/torchvision_operators.py` declares their schemas first.
 
 No requirement of SGLang's own list is installed by itself (`--no-deps`), since those are the accelerators' kernels;
-the list here is what its imports ask for, at the versions that sglang 0.5.23 pins where it pins them.
+the list here is what its imports ask for, at the versions that sglang pins where it pins them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from stopguard_sglang.launch import launch
 
 __all__ = ["RECIPE", "SGLangRecipe"]
 
+_CURRENT: Final = "0.5.23"
 _CPU: Final = Path(__file__).resolve().parent / "cpu"
 _TORCH: Final = "torch==2.13.0"
 _IMPORTED: Final = (
-    "transformers==5.19.0",
-    "tokenizers==0.23.2",
     "fastapi",
     "uvicorn",
     "uvloop",
@@ -59,7 +58,6 @@ _IMPORTED: Final = (
     "compressed-tensors==0.18.0",
     "xxhash",
     "zstandard",
-    "openai==2.8.0",
     "openai-harmony==0.0.4",
     "anthropic",
     "llguidance",
@@ -72,6 +70,12 @@ _IMPORTED: Final = (
     "jsonschema",
     "triton",
 )
+# What the versions pin differently (their METADATA); the newest one's pins also for those that are not here.
+_PINNED: Final = {
+    "0.5.21": ("transformers==5.12.1", "tokenizers==0.22.2", "openai==2.6.1"),
+    "0.5.22": ("transformers==5.19.0", "tokenizers==0.23.2", "openai==2.6.1"),
+    "0.5.23": ("transformers==5.19.0", "tokenizers==0.23.2", "openai==2.8.0"),
+}
 # These would bring accelerators' packages along.
 _IMPORTED_ALONE: Final = ("apache-tvm-ffi==0.1.11", "dill", "xgrammar==0.2.7", "torchvision==0.28.*")
 
@@ -80,7 +84,7 @@ class SGLangRecipe:
     """One version of SGLang, installed into an environment of its own."""
 
     kind = "sglang"
-    ingredients = (_CPU / "sgl_kernel" / "__init__.py", _CPU / "torchvision_operators.py")
+    ingredients: tuple[Path, ...] = (_CPU / "sgl_kernel" / "__init__.py", _CPU / "torchvision_operators.py")
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -89,7 +93,7 @@ class SGLangRecipe:
         python = make_environment(home, say)
         pip(home, say, _TORCH)
         pip(home, say, "--no-deps", f"sglang=={self.version}")
-        pip(home, say, _TORCH, *_IMPORTED)
+        pip(home, say, _TORCH, *_IMPORTED, *_PINNED.get(self.version, _PINNED[_CURRENT]))
         pip(home, say, "--no-deps", *_IMPORTED_ALONE)
         run_logged(home, say, [str(python), str(_CPU / "torchvision_operators.py")])
         _put_on_path(home)
@@ -112,4 +116,4 @@ def _put_on_path(home: Path) -> None:
     (packages / "sgl_kernel_on_cpu.pth").write_text(f"{shim.parent}\n")
 
 
-RECIPE: Final = SGLangRecipe("0.5.23")
+RECIPE: Final = SGLangRecipe(_CURRENT)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from stopguard.ledger import Account, Evidence
+from stopguard.ledger import Account, Evidence, Ledger
 from stopguard.probe import wire
 from stopguard.stops import movements
 from stopguard.stops.controller import NOTHING, STOPPING, Controller
@@ -84,6 +84,8 @@ def unseen_everywhere(
         if not tracked.probed or tracked.part_places or tracked.request_id in has:
             continue
         more_may_come = tracked.part_places is not None
+        if more_may_come and not tracked.ledgers.ledger_closed(Ledger.KV):
+            continue  # what its parts have kept is a leak, and not to be called released
         state, stop = tracked.machine.engine, tracked.ledgers.stop
         evidence = Evidence.PROBE
         if state in STOPPING:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import sys
 from collections import deque
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stopguard.probe import wire
-from stopguard_sglang import plugin, plugin_hooks
+from stopguard_sglang import plugin, plugin_front, plugin_hooks, plugin_scheduler
 from stopguard_sglang.plugin_front import FrontWatch, new_child_id
 from stopguard_sglang.plugin_scheduler import SchedulerWatch, parent_of
 
@@ -117,8 +119,19 @@ def sender_of(watch: SchedulerWatch) -> Sender:
     return sender
 
 
+def kinds_of(events: list[wire.Event]) -> list[str]:
+    return [type(event).__name__ for event in events]
+
+
 def kinds(watch: SchedulerWatch) -> list[str]:
-    return [type(event).__name__ for event in sender_of(watch).events]
+    return kinds_of(sender_of(watch).events)
+
+
+def hook_up(monkeypatch: pytest.MonkeyPatch, watch: SchedulerWatch) -> None:
+    """Let the hooks of each step call this one."""
+    monkeypatch.setattr(plugin_hooks, "watch", watch)
+    for name in ("turn", "scheduled", "flush"):
+        monkeypatch.setattr(plugin_hooks, f"_{name}", getattr(watch, name))
 
 
 def test_without_a_collector_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +153,40 @@ def test_a_plugin_that_cannot_be_set_up_leaves_the_engine_alone(
     assert "SGLang runs without it" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("absent", "said", "attached"),
+    [
+        ("nothing", "all 18 hook points of SGLang", 18),
+        ("send_abort_output", "no Scheduler.send_abort_output (its queues are searched 50 times a second", 17),
+        # Books without it would call each request a leak: only what mends the front end is put in.
+        ("release_kv_cache", "StopGuard's probe is off: SGLang  has no common.release_kv_cache", 6),
+    ],
+)
+def test_a_version_that_lacks_something_is_watched_in_part_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, absent: str, said: str, attached: int
+) -> None:
+    registered: list[str] = []
+    registry = ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookType = enum.Enum("Way", {"B": "before", "A": "after", "R": "around"})  # type: ignore[misc, attr-defined]
+    registry.HookRegistry = SimpleNamespace(  # type: ignore[attr-defined]
+        register=lambda target, function, how: registered.append(target)
+    )
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setattr(plugin.Hook, "exists", lambda hook: not hook.target.endswith(absent))
+    monkeypatch.setattr(plugin_scheduler.watch, "greet", lambda *_: None)
+    monkeypatch.setattr(plugin_front.watch, "greet", lambda *_: None)
+    with caplog.at_level("INFO", "stopguard.probe"):
+        plugin._register()
+    assert said in caplog.text
+    assert len(registered) == attached
+
+
 def test_a_normal_life_is_told_once(watch: SchedulerWatch) -> None:
     req = Req(OURS)
     watch.entered(req)
     req.hold(4)
-    watch.scheduled(Batch(req))
+    watch.scheduled(Batch(req, decode=False))
     req.say(1)
-    watch.stepped(Batch(req))
     watch.flush()
     req.finished_reason = SimpleNamespace(to_json=lambda: {"type": "length"})
     record = watch.known(req)
@@ -159,6 +199,66 @@ def test_a_normal_life_is_told_once(watch: SchedulerWatch) -> None:
     ]
     assert not watch.records
     assert [frame.sequence for frame in sender_of(watch).sent] == [1, 2]
+
+
+def test_steps_that_only_bring_tokens_are_told_together(
+    watch: SchedulerWatch, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = 100.0
+    for module in (plugin_scheduler, plugin_hooks):
+        monkeypatch.setattr(module, "monotonic", lambda: at)
+    hook_up(monkeypatch, watch)
+    req = Req(OURS)
+    watch.entered(req)
+    req.hold(4)
+
+    def step(batch: Batch) -> None:
+        plugin_hooks.ingest(None, scheduler)
+        plugin_hooks.next_batch(lambda _: SimpleNamespace(batch_to_run=batch), scheduler)
+        plugin_hooks.read_results(lambda *_: None, scheduler, batch)
+
+    step(Batch(req, decode=False))
+    frames = sender_of(watch).sent
+    assert kinds(watch) == ["Added", "Moved", "BlocksHeld"], "that it runs is told at once"
+    told, batch = len(frames), Batch(req)
+    watch.decode_mode = batch.forward_mode
+    for _ in range(3):
+        at += plugin_scheduler.QUIET_SECONDS / 4
+        req.hold(req.kv.kv_allocated_len + 1)
+        req.say(1)
+        step(batch)
+    assert len(frames) == told
+    at += plugin_scheduler.QUIET_SECONDS / 4
+    step(batch)
+    assert frames[-1].events == [
+        wire.BlocksHeld(OURS, at, 3),
+        wire.TokensComputed(OURS, at, 3),
+        wire.TokensEmitted(OURS, at, 3),
+    ]
+    assert len(frames) == told + 1
+
+
+def test_a_command_is_seen_in_a_quiet_turn(
+    watch: SchedulerWatch, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook_up(monkeypatch, watch)
+    watch.entered(Req(OURS))
+    for _ in range(2):
+        plugin_hooks.ingest(None, scheduler)
+    assert not watch.attention
+    sender_of(watch).wanted.append(wire.Command(7, "snapshot"))
+    watch.nudge()
+    plugin_hooks.ingest(None, scheduler)
+    assert isinstance(sender_of(watch).sent[-1], wire.Snapshot)
+
+
+def test_who_is_paused_is_counted_first(watch: SchedulerWatch) -> None:
+    req = Req(OURS)
+    watch.entered(req)
+    watch.scheduled(Batch(req, decode=False))
+    req.say(5)
+    watch.paused("in_place")
+    assert kinds_of(watch.events)[-3:] == ["TokensComputed", "TokensEmitted", "Moved"]
 
 
 def test_health_generations_are_no_requests(watch: SchedulerWatch) -> None:
@@ -207,7 +307,7 @@ def test_tokens_that_went_nowhere_stay_on_their_request(
     pool = scheduler.token_to_kv_pool_allocator
     req.hold(20)
     pool.free -= 20
-    watch.scheduled(Batch(req))
+    watch.scheduled(Batch(req, decode=False))
     req.finished_reason = SimpleNamespace(to_json=lambda: {"type": "stop"})
 
     def release(req: Req, tree: Any, *, checkpoint: bool) -> None:
@@ -224,7 +324,7 @@ def test_an_aborted_request_says_what_it_threw_away(watch: SchedulerWatch, sched
     req = Req(OURS)
     watch.entered(req)
     req.hold(6)
-    watch.scheduled(Batch(req))
+    watch.scheduled(Batch(req, decode=False))
     watch.abort_comes(OURS, False)
     req.say(5, sent=3)
     req.finished_reason = SimpleNamespace(to_json=lambda: {"type": "abort", "status_code": None})
@@ -278,7 +378,7 @@ def test_a_snapshot_has_every_request(watch: SchedulerWatch) -> None:
     req = Req(OURS)
     watch.entered(req)
     req.hold(4)
-    watch.scheduled(Batch(req))
+    watch.scheduled(Batch(req, decode=False))
     sender_of(watch).wanted.append(wire.Command(7, "snapshot"))
     watch.turn(watch.scheduler)
     frame, snapshot = sender_of(watch).sent
@@ -321,7 +421,7 @@ class TestPreemption:
         for each in (req, other):
             watch.entered(each)
         running = Batch(req, other)
-        watch.scheduled(running)
+        watch.scheduled(Batch(req, other, decode=False))
         self.order(watch, "preempt", 1)
         assert not released
         watch.preempter.between_steps({"running_batch": running, "last_batch": running})
@@ -354,7 +454,7 @@ class TestPreemption:
     def test_it_stays_away_for_a_step(self, watch: SchedulerWatch, scheduler: Any, released: list[Req]) -> None:
         req = Req(OURS)
         watch.entered(req)
-        watch.scheduled(Batch(req))
+        watch.scheduled(Batch(req, decode=False))
         back: list[Req] = []
         scheduler._add_request_to_queue = lambda req, is_retracted: back.append(req)
         self.order(watch, "preempt", 1)
@@ -415,6 +515,20 @@ class TestFront:
         manager = SimpleNamespace(rid_to_state={"abcd": None})
         assert FrontWatch().children_of(manager, "abc") == []
 
+    @pytest.mark.parametrize("missing", ["_validate_and_resolve_lora", "_release_lora_once"])
+    def test_where_only_half_of_a_lora_is_seen_none_is(self, missing: str) -> None:
+        """SGLang 0.5.21 has the one and not the other: each request with an adapter would be called a leak."""
+        watch = FrontWatch()
+        watch.greet("0.5.21", [], [])
+        watch.lora_taken(SimpleNamespace(rid=OURS, lora_id="adapter"))
+        assert watch.loras == {OURS: 1}
+        watch = FrontWatch()
+        watch.greet("0.5.21", [], [f"TokenizerManager.{missing}"])
+        watch.lora_taken(SimpleNamespace(rid=OURS, lora_id="adapter"))
+        watch.lora_given_back(SimpleNamespace(obj=SimpleNamespace(rid=OURS)))
+        assert not watch.loras
+        assert watch.sequence == 0
+
     def test_an_abort_that_came_too_early_is_sent_again(self) -> None:
         state = SimpleNamespace(abort_sent=True)
         sent: list[str] = []
@@ -425,3 +539,16 @@ class TestFront:
         assert not state.abort_sent
         watch.dispatched(manager, OURS)
         assert sent == [OURS]
+
+
+def test_a_request_and_its_children_get_another_priority(watch: SchedulerWatch) -> None:
+    """SGLang sorts its queue by the attribute in each step, so that no place has to change."""
+    req, child, other = Req(OURS), Req(f"{OURS}.{'f' * 32}"), Req("other")
+    for each in (req, child, other):
+        watch.entered(each)
+    sender_of(watch).wanted.append(wire.Command(1, "prioritise", OURS, priority=10))
+    sender_of(watch).wanted.append(wire.Command(2, "prioritise", OURS[:-1], priority=99))
+    watch.turn(watch.scheduler)
+    answers = [each.answer for each in sender_of(watch).sent if isinstance(each, wire.CommandAnswer)]
+    assert answers == ["applied", "unknown"]
+    assert [getattr(each, "priority", None) for each in (req, child, other)] == [10, 10, None]

@@ -253,6 +253,18 @@ def test_one_whose_parts_are_gone_and_whose_next_parts_never_came() -> None:
     assert not tracked.ledgers.leaks
 
 
+def test_what_such_parts_have_kept_is_not_forgiven() -> None:
+    scene = Scene()
+    tracked = scene.admitted()
+    scene.controller.dispatch(tracked, scene.at, PROBED)
+    scene.frame(wire.Added("r1.first", scene.at, 4, "r1"), wire.BlocksHeld("r1.first", scene.at, 2))
+    scene.frame(wire.BlocksReturned("r1.first", scene.at, 1), wire.Moved("r1.first", scene.at, "gone"))
+    scene.controller.client_left(tracked, scene.at, "eof")
+    scene.at += 6.0
+    assert scene.said(unseen_everywhere(scene.controller, "probed", scene.at, (), scene.at)) == []
+    assert tracked.ledgers.blocks_held == 1
+
+
 def test_one_that_runs_is_not_touched() -> None:
     scene = Scene()
     tracked = scene.admitted()
