@@ -1,6 +1,6 @@
 """Streams of a real engine, preempted and resumed at random: are they the ones that would have come?
 
-    python -m benchmarks.resume llamacpp                     300 streams
+    python -m benchmarks.resume                              300 streams of llama.cpp
     python -m benchmarks.resume vllm --logprobs --streams 60
     python -m benchmarks.resume sglang --url http://127.0.0.1:30000
 
@@ -70,7 +70,7 @@ def serving(kind: str, url: str | None, model: str) -> Iterator[tuple[str, str]]
 
 
 @click.command(help=__doc__)
-@click.argument("kind")
+@click.argument("kind", default="llamacpp")
 @click.option("--url", help="An engine that runs already.")
 @click.option("--model", default="tiny", show_default=True, help="Its model's name.")
 @click.option("--streams", default=300, show_default=True, type=click.IntRange(1, 5000))

@@ -177,7 +177,6 @@ WASTE = Dashboard(
                     title="Ordered preemptions by outcome",
                     description="Preemptions that StopGuard ordered, a second: confirmed, or refused by the engine.",
                     unit="suffix:/s",
-                    width=12,
                     queries=(
                         Query(
                             rate("stopguard_stops_total", by="outcome", where=OWN + ', semantics="preempt"'),
@@ -189,13 +188,24 @@ WASTE = Dashboard(
                     title="Order to preempted",
                     description="From the order to the engine's word that the request was set aside.",
                     unit="s",
-                    width=12,
                     queries=tuple(
                         Query(
                             quantile(share, "stopguard_abort_to_ack_seconds", where=OWN + ', semantics="preempt"'),
                             f"p{share * 100:g}",
                         )
                         for share in (0.5, 0.99)
+                    ),
+                ),
+                Panel(
+                    title="Streams that went on",
+                    description="Streams a second that the gateway cut and continued, by why, and those it could not.",
+                    unit="suffix:/s",
+                    queries=(
+                        Query(rate("stopguard_streams_continued_total", by="reason", where=""), "{{reason}}"),
+                        Query(
+                            rate("stopguard_streams_not_continued_total", by="reason", where=""),
+                            "not continued: {{reason}}",
+                        ),
                     ),
                 ),
             ),

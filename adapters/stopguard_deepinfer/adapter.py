@@ -119,6 +119,7 @@ class DeepInferAdapter(OpenAIEngine):
             waiting=read.waiting,
             blocks_used=read.blocks_used,
             blocks_total=read.blocks_total,
+            block_tokens=read.block_tokens,
         )
 
     async def abort(self, request_id: str, door_name: str, cause: StopCause) -> AbortReply:

@@ -111,7 +111,7 @@ class LlamaCppAdapter(OpenAIEngine):
         best = Evidence.GAUGE if self._metrics_on else Evidence.SENT
         unit = GaugeUnit.TOKENS if self._metrics_on else GaugeUnit.NONE
         self.profile = msgspec.structs.replace(self.profile, best_evidence=best)
-        self.capabilities = msgspec.structs.replace(self.capabilities, gauge_unit=unit)
+        self.capabilities = msgspec.structs.replace(self.capabilities, gauge_unit=unit, slots=props.total_slots)
         return Identity(kind="llamacpp", version=props.build_info)
 
     async def gauges(self) -> EngineGauges | None:

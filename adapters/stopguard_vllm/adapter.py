@@ -165,6 +165,7 @@ class VLLMAdapter(OpenAIEngine):
             waiting=numbers.waiting,
             blocks_used=numbers.blocks_used,
             blocks_total=numbers.blocks_total,
+            block_tokens=numbers.block_tokens or None,
             holds_since=self._recency.hold_since(at, numbers),
         )
 

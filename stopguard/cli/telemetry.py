@@ -42,6 +42,8 @@ def observe(
     }
     if gateway.preempting is not None:
         telemetry.preemption = gateway.preempting.numbers
+    if gateway.parking is not None:
+        telemetry.continuation = gateway.parking.numbers
     gateway.observers.append(telemetry)
     if telemetry.tracer is not None:
 

@@ -47,6 +47,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     #: The body field (true or false) that asks for output token ids; empty where they cannot be had.
     token_ids_field: str = ""
     gauge_unit: GaugeUnit = GaugeUnit.NONE
+    #: How many requests it runs at once, each in a slot that has its KV; 0 where room is not dealt out like that.
+    slots: int = 0
     #: The body fields that ask not to stop at the end token.
     endless_fields: Mapping[str, Any] = {}
 

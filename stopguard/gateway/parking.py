@@ -33,6 +33,7 @@ from stopguard.stops import (
     StopCause,
     Tracked,
 )
+from stopguard.telemetry.preemption import ContinuationNumbers
 
 if TYPE_CHECKING:
     from stopguard.gateway.fleet import Member
@@ -61,9 +62,12 @@ class GatewayWay:
         self._gateway = gateway
         self.settings: ResumeSettings = gateway.settings.resume
         self.parked: dict[str, LedgeredExchange] = {}
-        self.failed_over = 0
+        # Streams that were preempted and went on, and those whose engine was lost.
         self.resumed = 0
+        self.failed_over = 0
+        # Continuations that were not the same, and streams that no engine could continue.
         self.mismatches = 0
+        self.given_up = 0
         self._failures: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -183,6 +187,7 @@ class GatewayWay:
         before = tracked.ledgers.tokens_recomputed
         reason = await self._go_on(exchange, members[0])
         if reason == "":
+            self.resumed += 1
             return Running(tracked.ledgers.tokens_recomputed - before)
         if reason == _CUT_AGAIN:
             return Running(0)
@@ -263,7 +268,6 @@ class GatewayWay:
             # The ids are right and the text is not: the mark was none. Another one, further back.
         if reason == "":
             self.unpark(exchange)
-            self.resumed += 1
             self._failures.pop(exchange.request_id, None)
         elif _is_final(reason):
             self.mismatches += 1
@@ -330,11 +334,19 @@ class GatewayWay:
     def _end(self, exchange: LedgeredExchange, reason: str) -> None:
         """It cannot go on: its client is told, with an error event and without an end."""
         at = monotonic()
-        word = "resume_mismatch" if _is_final(reason) else "resume_failed"
+        final = _is_final(reason)
+        word = "resume_mismatch" if final else "resume_failed"
+        self.given_up += not final
         exchange.detail = reason
         logger.warning("%s cannot be continued: %s", exchange.request_id, reason)
         cause = StopCause(semantics=Semantics.FAIL, source=Source.ENGINE, reason=word, observed_at=at)
         self._gateway.stop(exchange.tracked, cause)
+
+    def numbers(self) -> ContinuationNumbers:
+        """How streams that were cut fared, for the metrics. Called from another thread."""
+        return ContinuationNumbers(
+            preempted=self.resumed, engine_lost=self.failed_over, mismatch=self.mismatches, failed=self.given_up
+        )
 
     # ---- parked --------------------------------------------------------------------------------------
 

@@ -140,6 +140,12 @@ class Coordinator:
             seat.state, seat.sent_at = SeatState.SENT, at
         self._note_need(seat)
 
+    def reclassed(self, tracked: Tracked) -> None:
+        """Its class has changed. A preemption that was ordered for it is not taken back."""
+        seat = self._seats.get(tracked.request_id)
+        if seat is not None:
+            self._note_need(seat)
+
     def started(self, tracked: Tracked, at: float) -> None:
         """Its first output has come."""
         seat = self._seats.get(tracked.request_id)
@@ -172,6 +178,7 @@ class Coordinator:
             return
         first = seat.state is SeatState.TAKING
         seat.state, seat.parked_at = SeatState.PARKED, at if first else seat.parked_at
+        seat.rooms_made += first
         self._parked[tracked.request_id] = seat
         self._let_go(seat, at)
 
@@ -287,7 +294,7 @@ class Coordinator:
                 self._ask_again(at + _AGAIN_SECONDS * 4)
                 barren.update(dict.fromkeys(engines, self._top))
                 break
-            chosen = self._victim(seat, engines, max(0, pressure.blocks_needed - covered), at)
+            chosen = self._victim(seat, engines, pressure, max(0, pressure.blocks_needed - covered), at)
             if chosen is None:
                 barren.update(dict.fromkeys(engines, seat.claim.rank))
                 break
@@ -313,18 +320,18 @@ class Coordinator:
         since = seat.sent_at if seat.relieved_at is None else max(seat.sent_at, seat.relieved_at)
         room = self._room(seat.engine)
         pressure, again_at = at_engine(room, seat.claim, since, at, settings)
-        if room.read_at < since:
+        if room.read_at < since and room.slots_free is None:
             looks[seat.engine] = None
         if again_at is not None:
             self._ask_again(again_at)
-        elif pressure is None:
+        elif pressure is None and room.slots_free is None:
             # The engine has room and says so; it will start, unless something changes meanwhile.
             looks[seat.engine] = None
             self._ask_again(at + settings.blind_patience_seconds)
         return None if pressure is None else (pressure, (seat.engine,))
 
     def _victim(
-        self, seat: Seat, engines: tuple[str, ...], blocks_needed: int, at: float
+        self, seat: Seat, engines: tuple[str, ...], pressure: Pressure, blocks_needed: int, at: float
     ) -> tuple[Seat, Way, Candidate] | None:
         """The best victim for `seat`, and the way to preempt it."""
         found: dict[str, tuple[Seat, Way, Candidate]] = {}
@@ -335,10 +342,13 @@ class Coordinator:
                     continue
                 if other.claim.rank >= seat.claim.rank:
                     continue
+                if pressure.reason != "places" and not _holds_room(other):
+                    continue
                 self._count(other, at)
                 candidate = candidate_of(
                     other.tracked,
                     other.claim,
+                    rooms_made=other.rooms_made,
                     settings=self.settings,
                     block_tokens=room.block_tokens,
                     blocks_needed=blocks_needed,
@@ -410,7 +420,7 @@ class Coordinator:
                 room_for_it = fits(room, needed, settings, alone=not others)
                 whom = seat.for_whom
                 last_change = max(seat.parked_at, (whom.started_at if whom is not None else None) or 0.0)
-                if -math.inf < room.read_at < last_change:
+                if -math.inf < room.read_at < last_change and room.slots_free is None:
                     # What the engine said was said before it left, or before the other came: look first.
                     looks[seat.engine] = None
                     self._ask_again(at + settings.blind_patience_seconds)
@@ -496,6 +506,12 @@ class Coordinator:
 
     def _ask_again(self, due_at: float) -> None:
         self._due = min(self._due, due_at)
+
+
+def _holds_room(seat: Seat) -> bool:
+    """Whether it has KV at its engine, as far as is known: one that waits there itself would give up nothing."""
+    tracked = seat.tracked
+    return tracked.ledgers.blocks_held > 0 if tracked.probed else seat.started_at is not None
 
 
 _EXACT_FOR_NOW = Verdict(Exactness.EXACT)

@@ -32,6 +32,8 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int | None = None
     block_tokens: int = 16
     prefix_cache: bool = True
+    slots_free: int | None = None
+    """Slots that have none of our requests (below 0: some of them wait there); `None`: it has no slots."""
 
     @property
     def blocks_free(self) -> int | None:
@@ -57,17 +59,18 @@ class Pressure(msgspec.Struct, frozen=True, gc=False):
     blocks_needed: int = 0
 
 
-def room_of(gauges: EngineGauges | None, places_free: int, block_tokens: int) -> Room:
-    """The room at an engine by its last gauges."""
+def room_of(gauges: EngineGauges | None, places_free: int, block_tokens: int, slots_free: int | None = None) -> Room:
+    """The room at an engine by its last gauges. `block_tokens` counts where they do not say it."""
     if gauges is None:
-        return Room(places_free=places_free, block_tokens=block_tokens)
+        return Room(places_free=places_free, block_tokens=block_tokens, slots_free=slots_free)
     return Room(
         places_free=places_free,
         read_at=gauges.at,
         waiting=gauges.waiting,
         blocks_used=gauges.blocks_used,
         blocks_total=gauges.blocks_total,
-        block_tokens=block_tokens,
+        block_tokens=gauges.block_tokens or block_tokens,
+        slots_free=slots_free,
     )
 
 
@@ -81,8 +84,11 @@ def at_engine(
 ) -> tuple[Pressure | None, float | None]:
     """Of a request that was sent and has no output: whether what runs is in its way, and else when to look again.
 
-    A reading from before it was sent says nothing about it.
+    A reading from before it was sent says nothing about it. Where it has a slot of its own nobody is in its way: it
+    computes its prompt, however long that takes.
     """
+    if room.slots_free is not None and room.slots_free >= 0 and not room.waiting:
+        return None, None
     if room.read_at < sent_at and at < sent_at + settings.blind_patience_seconds:
         return None, sent_at + settings.blind_patience_seconds
     if at < sent_at + settings.patience_seconds:
@@ -104,11 +110,11 @@ def fits(room: Room, blocks_needed: int, settings: PreemptionSettings, *, alone:
     """Whether a parked request could go on without pressing anybody; `None` where the engine does not say.
 
     Its return must leave the KV below the low mark, not the high one, or it would be the next victim. Alone
-    at its engine (`alone`) it needs no margin.
+    at its engine (`alone`), or with a slot that is free, it needs no margin.
     """
     if room.places_free <= 0:
         return False
-    if alone:
+    if alone or (room.slots_free is not None and room.slots_free > 0):
         return True
     if room.waiting:
         return False

@@ -42,6 +42,7 @@ class Seat:
         "relieved_at",
         "resumed_at",
         "retry_at",
+        "rooms_made",
         "sent_at",
         "started_at",
         "state",
@@ -59,6 +60,8 @@ class Seat:
         self.sent_at = 0.0
         self.started_at: float | None = None
         self.parked_at = 0.0
+        # How often it has made room. An engine's own preemptions, which may be many in a small pool, do not count.
+        self.rooms_made = 0
         self.resumed_at: float | None = None
         # Not before this moment is its preemption or resumption tried again, after a refusal.
         self.retry_at = 0.0

@@ -37,7 +37,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     recompute_tokens: int
     """What would have to be computed again, after what the prefix cache will still have."""
     arrived_at: float
-    preemptions: int
+    rooms_made: int
+    """How often it has made room before."""
     resumed_at: float | None = None
 
 
@@ -58,6 +59,7 @@ def candidate_of(
     block_tokens: int,
     blocks_needed: int,
     prefix_cache: bool,
+    rooms_made: int = 0,
     resumed_at: float | None = None,
 ) -> Candidate:
     """The facts of one request, for somebody who needs `blocks_needed`.
@@ -82,7 +84,7 @@ def candidate_of(
         blocks_freed=held,
         recompute_tokens=max(0, context - kept * block_tokens),
         arrived_at=claim.arrived_at,
-        preemptions=tracked.preemptions,
+        rooms_made=rooms_made,
         resumed_at=resumed_at,
     )
 
@@ -99,7 +101,7 @@ def eligible(
         return "unpreemptible"
     if verdict.exactness is Exactness.NEVER:
         return verdict.reason or "inexact"
-    if candidate.preemptions >= settings.preemptions_per_request or tracked.ledgers.nearly_full:
+    if candidate.rooms_made >= settings.preemptions_per_request or tracked.ledgers.nearly_full:
         return "too_often"
     if candidate.resumed_at is not None and at < candidate.resumed_at + settings.cool_down_seconds:
         return "cool_down"

@@ -28,7 +28,7 @@ from stopguard import __version__
 from stopguard.ledger import Account, Ledger
 from stopguard.ledger.accounts import CLOSING_ACCOUNTS
 from stopguard.stops import Books, Client, Tracked
-from stopguard.telemetry.catalogue import DISPOSITION, LEDGER, STATE, metric
+from stopguard.telemetry.catalogue import CONTINUED, DISPOSITION, LEDGER, NOT_CONTINUED, STATE, metric
 from stopguard.telemetry.preemption import PreemptionNumbers, folded
 from stopguard.telemetry.timeline_facts import preemptions
 
@@ -192,6 +192,7 @@ class BooksCollector:
             ((_own(cell), recomputed[id(cell)] + row.recomputed) for cell, row in rows),
         )
         yield from self._preempting()
+        yield from self._continued()
         yield self._counters("stopguard_abort_retries_total", _children(cells, lambda cell: cell.retries))
         yield from self._compared()
         yield from self._engines()
@@ -283,6 +284,16 @@ class BooksCollector:
             ("stopguard_hopeless_deadlines_total", numbers.hopeless),
         ):
             yield self._counters(name, [((), value)] if source is not None else [])
+
+    def _continued(self) -> Iterator[Metric]:
+        source = self._telemetry.continuation
+        numbers = None if source is None else source()
+        for name, label in (
+            ("stopguard_streams_continued_total", CONTINUED),
+            ("stopguard_streams_not_continued_total", NOT_CONTINUED),
+        ):
+            counts = [] if numbers is None else [((word,), getattr(numbers, word)) for word in label.values]
+            yield self._counters(name, counts)
 
     def _engines(self) -> Iterator[Metric]:
         telemetry = self._telemetry

@@ -29,7 +29,7 @@ from stopguard.stops import Controller, Effect, EngineProfile, Tracked, effects
 from stopguard.telemetry.catalogue import METHOD, OUTCOME, metric
 from stopguard.telemetry.cells import Cell, Distribution, Distributions
 from stopguard.telemetry.collector import BooksCollector
-from stopguard.telemetry.preemption import PreemptionNumbers
+from stopguard.telemetry.preemption import ContinuationNumbers, PreemptionNumbers
 from stopguard.telemetry.step_time import StepClock, stream_pace
 from stopguard.telemetry.timeline_facts import preemptions, retry_reason
 from stopguard.telemetry.trace_context import find, parse
@@ -80,6 +80,8 @@ class Telemetry:
         self.identities: Callable[[], Mapping[str, tuple[str, str]]] | None = None
         #: Preemption in numbers, while classes are in use.
         self.preemption: Callable[[], PreemptionNumbers] | None = None
+        #: Streams that were cut and went on, or did not, where that can happen.
+        self.continuation: Callable[[], ContinuationNumbers] | None = None
         #: By engine: probes connected, those in a gap, gaps so far, frames dropped so far.
         self.probes: Callable[[], Mapping[str, tuple[int, int, int, int]]] | None = None
         self.steps = {name: StepClock() for name in self.profiles}

@@ -11,7 +11,7 @@ import msgspec
 
 from stopguard.telemetry.catalogue import NOT_PREEMPTED
 
-__all__ = ["PreemptionNumbers", "folded"]
+__all__ = ["ContinuationNumbers", "PreemptionNumbers", "folded"]
 
 
 class PreemptionNumbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +29,15 @@ class PreemptionNumbers(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_share: float = 0.0
     lowered: int = 0
     hopeless: int = 0
+
+
+class ContinuationNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """Streams that were cut at the gateway, since the start, by the labels of their two metrics."""
+
+    preempted: int = 0
+    engine_lost: int = 0
+    mismatch: int = 0
+    failed: int = 0
 
 
 def folded(refusals: Mapping[str, int]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from dashboards.rules import to_yaml
 from stopguard.ledger import EngineGauges, Reconciliation, reconcile
 from stopguard.refengine import EngineConfig
 from stopguard.stops import StopConfig
-from stopguard.telemetry.preemption import PreemptionNumbers
+from stopguard.telemetry.preemption import ContinuationNumbers, PreemptionNumbers
 from stopguard.testing.plan import Ending, StormPlan, plan_storm
 from stopguard.testing.storm import StormConfig
 from tests.unit.telemetry.helpers import WatchedStorm
@@ -76,6 +76,7 @@ class LiveStorm(WatchedStorm):
         self.telemetry.healthy = lambda _: name != "down"
         self.telemetry.identities = lambda: {self.profile.name: ("ref", "1")}
         self.telemetry.preemption = self._preemption
+        self.telemetry.continuation = self._continuation
         self.telemetry.probes = self._probes
         self.done = False
         self._gap_at = 5.0
@@ -101,6 +102,11 @@ class LiveStorm(WatchedStorm):
             lowered=steps // 300,
             hopeless=steps // 500,
         )
+
+    def _continuation(self) -> ContinuationNumbers:
+        """A storm has no gateway that cuts streams: the same."""
+        steps = self.engine.gauges().steps_total
+        return ContinuationNumbers(preempted=steps // 50, engine_lost=steps // 300, mismatch=0, failed=steps // 600)
 
     def _probes(self) -> dict[str, tuple[int, int, int, int]]:
         """One probe, which has a gap now and then where that is what the world shows."""

@@ -42,7 +42,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def vllm(bench: Bench) -> Iterator[rig.RunningEngine]:
-    with bench.engine(development_routes=True) as engine:
+    # With equal priorities, as all are but one, its queue is in the order of arrival.
+    with bench.engine("--scheduling-policy", "priority", development_routes=True) as engine:
         yield engine
 
 
@@ -182,7 +183,7 @@ def test_races_settle_with_evidence_and_neighbours_do_not_notice(probed: Probed,
         assert (closed.stop.semantics, closed.stop.outcome) == ("cancel", "confirmed"), _story(closed)
     if name.startswith("late"):
         assert (closed.stop.source, closed.stop.outcome) == ("deadline", "confirmed"), _story(closed)
-    if not raced.text:  # it did not end by itself
+    if not raced.text or name.startswith("left"):  # it did not end by itself
         assert closed.evidence is Evidence.PROBE, _story(closed)
     assert closed.ledgers.all_closed
     assert probed.leaks[leaks_before:] == []

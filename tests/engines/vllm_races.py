@@ -36,9 +36,9 @@ class Raced(msgspec.Struct, frozen=True):
 Race = Callable[[Probed], Awaitable[Raced]]
 
 
-async def _order(probed: Probed, action: str, request_id: str) -> str:
+async def _order(probed: Probed, action: str, request_id: str, priority: int = 0) -> str:
     assert probed.probing is not None
-    return str((await probed.probing.order("vllm", action, request_id)).answer)  # type: ignore[arg-type]
+    return str((await probed.probing.order("vllm", action, request_id, priority=priority)).answer)  # type: ignore[arg-type]
 
 
 async def _decoding(probed: Probed, **options: object) -> tuple[SocketExchange, str]:
@@ -137,6 +137,25 @@ async def late_while_held(probed: Probed) -> Raced:
     return Raced(await probed.subject.closed_book(name), (answer,))
 
 
+async def left_after_it_went_first(probed: Probed) -> Raced:
+    """Two wait, the later one gets a more urgent priority and runs before the other; then its client leaves."""
+    subject = probed.subject
+    staged, _ = await subject.stage("queued")
+    later = await subject.ask(subject.shape.prompt(subject.number()), tokens=LONG_TOKENS)
+    name, reply, other = subject.id_of(later), later.reply, staged.victim.reply
+    await asyncio.sleep(0.1)  # both are in the scheduler's queue
+    answer = await _order(probed, "prioritise", name, priority=-10)
+    waited = not (other.events or reply.events)
+    await staged.others[0].leave()
+    await subject.through.wait(lambda: bool(reply.events or other.events or reply.ended), 60.0)
+    first = bool(reply.events and not other.events)
+    await later.leave()
+    await staged.victim.leave()
+    await staged.release()
+    # What came shows who went first; where neither waited any more the race is lost.
+    return Raced(await subject.closed_book(name), (answer,), str(first), "True", happened=waited)
+
+
 async def beside_neighbours(probed: Probed, race: Race) -> tuple[Raced, list[str], list[str]]:
     """The race beside four streams: (how it went, their texts alone, their texts beside it)."""
     subject = probed.subject
@@ -151,6 +170,6 @@ RACES: Final[dict[str, Race]] = {
     race.__name__: race
     for race in (
         *(left_while_held, left_while_it_waits_and_is_held, left_while_it_is_preempted, left_while_it_resumes),
-        *(preempted_twice_at_once, ends_as_it_is_preempted, late_while_held),
+        *(preempted_twice_at_once, ends_as_it_is_preempted, late_while_held, left_after_it_went_first),
     )
 }

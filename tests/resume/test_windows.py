@@ -18,6 +18,7 @@ from stopguard.gateway.settings import GatewaySettings, ResumeSettings
 from stopguard.ledger import EngineGauges
 from stopguard.preemption.ways import Exactness, Gone, Parked, Refused, Running
 from stopguard.stops import Engine, IllegalTransition, Semantics, Source, StopCause, Tracked, preemptions
+from stopguard.telemetry.preemption import ContinuationNumbers
 from stopguard_refengine.resumption import ReferenceResumption
 from tests.cancellations.peers import Client, Seen, Setup, eventually, gateway
 
@@ -172,6 +173,7 @@ def test_a_stream_goes_on_from_its_ids_and_its_client_sees_one_answer() -> None:
             assert b"token_ids" not in received
             assert received.count(b"[DONE]") == 1
             assert received.count(b'"finish_reason":"length"') == 1
+            assert way(setup).numbers() == ContinuationNumbers(preempted=1)
             await settled(setup)
 
     run(main())
@@ -247,7 +249,7 @@ def test_another_token_ends_the_stream_with_an_error_and_without_doubtful_text()
             assert b"[DONE]" not in received
             assert not received.endswith(b"0\r\n\r\n")
             await eventually(second.closed.is_set)
-            assert way(setup).mismatches == 1
+            assert way(setup).numbers() == ContinuationNumbers(mismatch=1)
             await settled(setup)
 
     run(main())
@@ -451,6 +453,7 @@ def test_an_engine_that_died_while_its_stream_was_parked() -> None:
             assert b"resume_failed" in received
             assert b"[DONE]" not in received
             assert text_of(received) == "ab"
+            assert way(setup).numbers() == ContinuationNumbers(failed=1)
             await settled(setup)
 
     run(main())
@@ -499,7 +502,7 @@ def test_a_stream_goes_on_at_another_engine_when_its_own_dies(death: str) -> Non
             assert text_of(received) == "abc"
             assert b"EngineDeadError" not in received
             assert tracked.preemptions == 0
-            assert way(setup).failed_over == 1
+            assert way(setup).numbers() == ContinuationNumbers(engine_lost=1)
             await settled(setup)
 
     run(main())

@@ -54,6 +54,8 @@ class Stage:
         self.classes = Classes(settings)
         self.places = places
         self.gauged: Room | None = None
+        # How many slots it has; `None`: it has none.
+        self.slots: int | None = None
         self.queue_level = -1
         self.way = FakeWay()
         self.coordinator = Coordinator(settings, self.room, self.classes.top, lambda _engine: self.queue_level)
@@ -66,15 +68,17 @@ class Stage:
         return self.scene.at
 
     def room(self, _engine: str) -> Room:
-        free = self.places - len(self.scene.controller.in_engine.get("stream", ()))
+        there = len(self.scene.controller.in_engine.get("stream", ()))
+        free, slots_free = self.places - there, None if self.slots is None else self.slots - there
         if self.gauged is None:
-            return Room(places_free=free)
+            return Room(places_free=free, slots_free=slots_free)
         return Room(
             places_free=free,
             read_at=self.gauged.read_at,
             waiting=self.gauged.waiting,
             blocks_used=self.gauged.blocks_used,
             blocks_total=self.gauged.blocks_total,
+            slots_free=slots_free,
         )
 
     def says(self, *, used: int, total: int = 100, waiting: int = 0) -> None:

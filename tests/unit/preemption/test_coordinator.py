@@ -34,6 +34,36 @@ def test_a_place_is_made_for_the_urgent_and_given_back() -> None:
     assert (stage.coordinator.taken, stage.coordinator.returned) == (1, 1)
 
 
+def test_with_a_slot_for_each_one_makes_room_for_one_and_comes_back_into_the_next_that_is_free() -> None:
+    stage = full_stage(names=("a", "b", "c"))
+    stage.slots = 3
+    stage.says(used=20)
+    assert stage.queued("u", "urgent") == ["take off a for u (places)"]
+    assert stage.parked("a") == []
+    # Its prompt takes long; the gauges, which are old, are not waited for and nobody else has to go.
+    assert stage.sent("u") == []
+    assert stage.later(5.0) == []
+    assert stage.started("u") == []
+    assert stage.finished("u") == ["bring back a"]
+
+
+def test_who_waits_in_a_full_engine_has_no_room_to_give() -> None:
+    stage = Stage(places=9)
+    stage.running("a", tokens=400)
+    stage.sent("waiting")
+    assert stage.sent("u", "urgent") == ["look at stream"]
+    stage.later(0.06)
+    stage.says(used=99, waiting=2)
+    # `waiting` has lost nothing yet, so that it would be the cheapest.
+    assert stage.decide() == ["take off a for u (kv)"]
+
+
+def test_what_an_engine_preempts_by_itself_is_not_counted_as_room_made() -> None:
+    stage = full_stage(names=("a",))
+    stage.requests["a"].preemptions = 7
+    assert stage.queued("u", "urgent") == ["take off a for u (places)"]
+
+
 def test_a_free_place_is_enough() -> None:
     stage = full_stage()
     stage.places = 3

@@ -40,7 +40,7 @@ def candidate(name: str = "a", **facts: Any) -> Candidate:
         "blocks_freed": 10,
         "recompute_tokens": 150,
         "arrived_at": 0.0,
-        "preemptions": 0,
+        "rooms_made": 0,
     }
     return Candidate(request_id=name, **{**usual, **facts})
 
@@ -110,7 +110,7 @@ EXACT = Verdict(Exactness.EXACT)
         ({"preemptible": False}, EXACT, 1, "unpreemptible"),
         ({}, Verdict(Exactness.NEVER, "grammar"), 1, "grammar"),
         ({}, Verdict(Exactness.NEVER), 1, "inexact"),
-        ({"preemptions": 3}, EXACT, 1, "too_often"),
+        ({"rooms_made": 3}, EXACT, 1, "too_often"),
         ({"resumed_at": 99.0}, EXACT, 1, "cool_down"),
         ({"resumed_at": 98.0}, EXACT, 1, ""),
         ({"remaining_tokens": 15}, EXACT, 1, "nearly_done"),
@@ -184,6 +184,10 @@ def test_pressure_has_three_signs() -> None:
     # A reading from before it was sent counts as none.
     assert asked(full(read_at=9.9, waiting=2), 10.06) == (None, 10.5)
     assert asked(Room(places_free=9), 10.5) == ("slow 11", None)
+    # With a slot of its own it computes its prompt: nobody has to go, however long that takes.
+    assert asked(Room(places_free=0, slots_free=0), 19.0) == (None, None)
+    assert asked(Room(places_free=9, slots_free=-1), 10.5) == ("slow 11", None)
+    assert asked(full(slots_free=0, waiting=1), 10.06) == ("waiting 0", None)
 
 
 def test_whether_there_is_room_to_come_back() -> None:
@@ -193,7 +197,11 @@ def test_whether_there_is_room_to_come_back() -> None:
     assert fits(room, 11, SETTINGS, alone=True) is True
     assert fits(room_of(None, 3, 16), 1, SETTINGS, alone=False) is None
     assert fits(room_of(None, 0, 16), 1, SETTINGS, alone=True) is False
+    assert fits(room_of(None, 3, 16, 1), 1, SETTINGS, alone=False) is True
+    assert fits(room_of(None, 3, 16, 0), 1, SETTINGS, alone=False) is None
     waiting = room_of(EngineGauges(at=1.0, waiting=1, blocks_used=0, blocks_total=100), 3, 16)
     assert fits(waiting, 1, SETTINGS, alone=False) is False
     assert waiting.kv_usage == 0.0
+    said = EngineGauges(at=1.0, blocks_used=1, blocks_total=100, block_tokens=32)
+    assert (room_of(said, 3, 16).block_tokens, waiting.block_tokens) == (32, 16)
     assert waiting.blocks_free == 100

@@ -12,7 +12,7 @@ from stopguard.ledger import Account, EngineGauges, Evidence, reconcile
 from stopguard.probe.wire import Frame
 from stopguard.stops import AbortAnswer, Semantics, Source, StopCause, preemptions
 from stopguard.telemetry import CATALOGUE
-from stopguard.telemetry.preemption import PreemptionNumbers
+from stopguard.telemetry.preemption import ContinuationNumbers, PreemptionNumbers
 from tests.unit.telemetry.helpers import BLIND, PROBED, Edge, Samples, present, run_storm, samples, value
 
 ACCEPT_OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
@@ -22,6 +22,7 @@ ACCEPT_OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;ver
 def storm_samples() -> tuple[object, Samples]:
     storm = run_storm()
     storm.telemetry.preemption = lambda: PREEMPTION
+    storm.telemetry.continuation = lambda: ContinuationNumbers(preempted=9, engine_lost=3, mismatch=0, failed=1)
     return storm, samples(storm.telemetry.render()[0])
 
 
@@ -54,10 +55,19 @@ def test_preemption_comes_out_in_numbers_and_what_ways_say_is_folded(storm_sampl
     assert value(found, "stopguard_hopeless_deadlines_total") == 8
 
 
+def test_streams_that_were_cut_are_counted_by_how_they_fared(storm_samples: tuple[object, Samples]) -> None:
+    _, found = storm_samples
+    assert value(found, "stopguard_streams_continued_total", reason="preempted") == 9
+    assert value(found, "stopguard_streams_continued_total", reason="engine_lost") == 3
+    assert value(found, "stopguard_streams_not_continued_total", reason="failed") == 1
+    assert value(found, "stopguard_streams_not_continued_total", reason="mismatch") == 0
+
+
 def test_without_classes_there_is_nothing_about_them() -> None:
     found = samples(run_storm(requests=10).telemetry.render()[0])
     assert not any(
-        name.startswith(("stopguard_preemption_", "stopguard_queued", "stopguard_parked")) for name, _ in found
+        name.startswith(("stopguard_preemption_", "stopguard_queued", "stopguard_parked", "stopguard_streams_"))
+        for name, _ in found
     )
 
 
