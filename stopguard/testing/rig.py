@@ -334,6 +334,8 @@ def _started(
 ) -> Iterator[RunningEngine]:
     home = install(recipe, say)
     port = port or free_port()
+    if _somebody_listens(port):
+        raise RigError(f"{recipe.kind} cannot be started at port {port}: somebody else listens there")
     launch = recipe.launch(home, port, arguments, options)
     log = log or home / f"serve-{port}.log"
     began = time.monotonic()
@@ -361,6 +363,13 @@ def _started(
         engine.memory_bytes()
         engine.stop()
         say(f"{recipe.kind} ended; it held {engine.memory_bytes_max / 2**30:.1f} GiB at most when looked at")
+
+
+def _somebody_listens(port: int) -> bool:
+    """Then whoever that is would answer in the place of an engine that never came up."""
+    with socket.socket() as asked:
+        asked.settimeout(1.0)
+        return asked.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _await_ready(engine: RunningEngine, due_at: float) -> None:

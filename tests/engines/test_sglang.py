@@ -69,7 +69,9 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Faulty:
 
 
 @pytest.fixture(scope="module")
-def with_plugin(in_front: Subject, port: int, faulty: Faulty) -> Iterator[rig.RunningEngine]:
+def with_plugin(stock: rig.RunningEngine, in_front: Subject, port: int, faulty: Faulty) -> Iterator[rig.RunningEngine]:
+    """Takes the place of the first, which the tests before have killed, when they were run."""
+    stock.stop()
     recipe = rig.recipe_of("sglang")
     home = rig.install(recipe)
     faulty.make_lora(home, home / "models" / "tiny-8192")

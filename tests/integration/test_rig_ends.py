@@ -1,4 +1,4 @@
-"""Whoever starts an engine and is ended by SIGTERM ends the engine too, with all its processes."""
+"""How an engine is started and ended: nobody else in its place, and not without whoever started it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
+
+from stopguard.listening import open_listener
+from stopguard.testing import rig
 
 STARTS_AN_ENGINE = """
 import sys
@@ -27,6 +33,28 @@ with rig.start(FileServer()) as engine:
     print(*[process.pid for process in engine.processes()], flush=True)
     sys.stdin.read()
 """
+
+
+class Never:
+    """An engine that is not started at all."""
+
+    kind, version = "never", "1"
+    ingredients: tuple[Path, ...] = ()
+
+    def install(self, home: Path, say: rig.Say) -> None:
+        """Nothing is needed."""
+
+    def launch(self, home: Path, port: int, arguments: Sequence[str], options: Mapping[str, Any]) -> rig.Launch:
+        raise AssertionError("launched")
+
+
+def test_nobody_answers_in_an_engines_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOPGUARD_ENGINES", str(tmp_path))
+    with open_listener("127.0.0.1", 0) as other:
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(rig.RigError, match=f"port {port}: somebody else"), rig.start(Never(), port=port):
+            pass
 
 
 def test_sigterm_ends_the_engine(tmp_path: Path) -> None:
