@@ -196,7 +196,7 @@ async def _try(subject: Subject, say: rig.Say) -> list[Trial]:
     probed = probing is not None
     trials = [_trial("finish", await _finish(subject), probed)]
     for state, name in (("decode", "cancel, decode"), ("queued", "cancel, queued"), ("many_choices", "cancel, n = 3")):
-        trials.append(_trial(name, await _cancel(subject, state), probed))
+        trials.append(_trial(name, await subject.leave_in(state), probed))
     if probing is not None:
         outcome, closed = await _preempt(subject, probing)
         trials.append(_trial("preempt, resume", closed, probed, outcome))
@@ -220,15 +220,6 @@ async def _finish(subject: Subject) -> Closed:
     exchange = await subject.ask(subject.shape.prompt(subject.number()))
     await subject.text_of(exchange)
     return await subject.closed_book(subject.id_of(exchange))
-
-
-async def _cancel(subject: Subject, state: str) -> Closed:
-    staged, request_id = await subject.stage(state)
-    await staged.victim.leave()
-    closed = await subject.closed_book(request_id)
-    await staged.release()
-    await subject.idle()
-    return closed
 
 
 async def _preempt(subject: Subject, probing: Probing) -> tuple[str, Closed]:

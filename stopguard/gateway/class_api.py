@@ -21,6 +21,7 @@ from stopguard.preemption import ClassesOff
 
 if TYPE_CHECKING:
     from stopguard.gateway.exchange import Exchange
+    from stopguard.gateway.preempting import Preempting
     from stopguard.gateway.server import Gateway
 
 __all__ = ["change_class", "give_class"]
@@ -41,11 +42,9 @@ def change_class(gateway: Gateway, exchanges: list[Exchange], digest: str, body:
         wanted = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ClientError(f'the body must be {{"class": NAME}}: {error}') from None
-    preempting = gateway.preempting
-    if preempting is None:
-        raise ClassesOff("there are no classes here: preemption.mode is off")
+    preempting, at = _preempting(gateway), monotonic()
     granted = preempting.classes.grant(digest, header=wanted.name)
-    changed = [give_class(gateway, each, granted.priority_class.name, "its client") for each in exchanges]
+    changed = [preempting.reclass(each, granted.priority_class, "its client", at) for each in exchanges]
     answer: dict[str, object] = {"class": granted.priority_class.name, "changed": any(changed)}
     if granted.lowered_from:
         answer["lowered_from"] = granted.lowered_from
@@ -54,7 +53,11 @@ def change_class(gateway: Gateway, exchanges: list[Exchange], digest: str, body:
 
 def give_class(gateway: Gateway, exchange: Exchange, name: str, by: str) -> bool:
     """Give `exchange` the class `name`, whoever made it; whether that changed anything. Raises `ClientError`."""
-    preempting = gateway.preempting
-    if preempting is None:
-        raise ClassesOff("there are no classes here: preemption.mode is off")
+    preempting = _preempting(gateway)
     return preempting.reclass(exchange, preempting.classes.named(name), by, monotonic())
+
+
+def _preempting(gateway: Gateway) -> Preempting:
+    if gateway.preempting is None:
+        raise ClassesOff("there are no classes here: preemption.mode is off")
+    return gateway.preempting

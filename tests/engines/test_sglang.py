@@ -476,12 +476,7 @@ async def _left_watched(subject: ProbedSubject, state: str) -> float:
 async def _left_through(subject: Subject, state: str) -> Closed:
     """A client of the gateway leaves."""
     await subject.idle()
-    staged, request_id = await subject.stage(state)
-    await staged.victim.leave()
-    closed = await subject.closed_book(request_id)
-    await staged.release()
-    await subject.idle()
-    return closed
+    return await subject.leave_in(state)
 
 
 def _seconds(closed: Closed) -> float:

@@ -321,6 +321,15 @@ class Subject:
         staged = await stage(self.through, self.shape, state, self.number())
         return staged, self.id_of(staged.victim)
 
+    async def leave_in(self, state: str) -> Closed:
+        """A client of the gateway leaves while its request is in `state`; its books, when nothing is left of it."""
+        staged, request_id = await self.stage(state)
+        await staged.victim.leave()
+        closed = await self.closed_book(request_id)
+        await staged.release()
+        await self.idle()
+        return closed
+
     async def ask(
         self,
         prompt: str,

@@ -184,13 +184,19 @@ async def _running(one: Scene, probe: RawProbe) -> Tracked:
     return tracked
 
 
+async def _ordered_to_stop(one: Scene, probe: RawProbe, tracked: Tracked) -> wire.Command:
+    """What its engine is told when somebody stops the request."""
+    cause = StopCause(semantics=Semantics.CANCEL, source=Source.API, reason="api", observed_at=monotonic())
+    one.gateway.stop(tracked, cause)
+    command: wire.Command = await probe.hear(wire.Command)
+    return command
+
+
 async def test_a_stop_goes_through_it_and_is_proved_by_it() -> None:
     async with scene() as one:
         probe = await one.probe()
         tracked = await _running(one, probe)
-        cause = StopCause(semantics=Semantics.CANCEL, source=Source.API, reason="api", observed_at=monotonic())
-        one.gateway.stop(tracked, cause)
-        command = await probe.hear(wire.Command)
+        command = await _ordered_to_stop(one, probe, tracked)
         assert (command.action, command.request_id, command.reason) == ("abort", "sg-1", "api")
         probe.say(wire.CommandAnswer(command.command_id, "accepted"))
         gone = (wire.BlocksReturned("sg-1", 1.0, 4), wire.Moved("sg-1", 1.0, "gone"))
@@ -226,9 +232,7 @@ async def test_an_answer_that_only_sets_a_timer_has_somebody_look_at_it(monkeypa
     async with scene() as one:
         probe = await one.probe()
         tracked = await _running(one, probe)
-        cause = StopCause(semantics=Semantics.CANCEL, source=Source.API, reason="api", observed_at=monotonic())
-        one.gateway.stop(tracked, cause)
-        command = await probe.hear(wire.Command)
+        command = await _ordered_to_stop(one, probe, tracked)
         wakes = Wakes(one, monkeypatch)
         probe.say(wire.CommandAnswer(command.command_id, "refused", 0.2))
         await one.until(lambda: any("refused" in text for _, text in tracked.ledgers.marks))
@@ -272,9 +276,7 @@ async def test_what_it_had_and_is_over_is_an_ack() -> None:
     async with scene() as one:
         probe = await one.probe()
         tracked = await _running(one, probe)
-        cause = StopCause(semantics=Semantics.CANCEL, source=Source.API, reason="api", observed_at=monotonic())
-        one.gateway.stop(tracked, cause)
-        command = await probe.hear(wire.Command)
+        command = await _ordered_to_stop(one, probe, tracked)
         probe.say(wire.CommandAnswer(command.command_id, "gone"))
         await one.until(lambda: tracked.machine.engine is Engine.STOPPED)
         await probe.close()

@@ -233,13 +233,19 @@ def test_one_whose_abort_found_nothing(output: bool, seconds: float, evidence: E
     assert (stop.outcome, stop.evidence) == ("confirmed", evidence)
 
 
-def test_one_whose_parts_are_gone_and_whose_next_parts_never_came() -> None:
-    """An engine computes a prompt once for several children (SGLang), and the client leaves before they are sent."""
-    scene = Scene()
+def computed_for_children(scene: Scene, returned: int) -> Tracked:
+    """A request whose prompt was computed in two blocks, once for all its children, of which none has come."""
     tracked = scene.admitted()
     scene.controller.dispatch(tracked, scene.at, PROBED)
     scene.frame(wire.Added("r1.first", scene.at, 4, "r1"), wire.BlocksHeld("r1.first", scene.at, 2))
-    scene.frame(wire.BlocksReturned("r1.first", scene.at, 2), wire.Moved("r1.first", scene.at, "gone"))
+    scene.frame(wire.BlocksReturned("r1.first", scene.at, returned), wire.Moved("r1.first", scene.at, "gone"))
+    return tracked
+
+
+def test_one_whose_parts_are_gone_and_whose_next_parts_never_came() -> None:
+    """An engine computes a prompt once for several children (SGLang), and the client leaves before they are sent."""
+    scene = Scene()
+    tracked = computed_for_children(scene, returned=2)
     running = unseen_everywhere(scene.controller, "probed", scene.at + 60, (), scene.at + 60)
     assert scene.said(running) == [], "its children are on their way"
     scene.controller.client_left(tracked, scene.at, "eof")
@@ -255,10 +261,7 @@ def test_one_whose_parts_are_gone_and_whose_next_parts_never_came() -> None:
 
 def test_what_such_parts_have_kept_is_not_forgiven() -> None:
     scene = Scene()
-    tracked = scene.admitted()
-    scene.controller.dispatch(tracked, scene.at, PROBED)
-    scene.frame(wire.Added("r1.first", scene.at, 4, "r1"), wire.BlocksHeld("r1.first", scene.at, 2))
-    scene.frame(wire.BlocksReturned("r1.first", scene.at, 1), wire.Moved("r1.first", scene.at, "gone"))
+    tracked = computed_for_children(scene, returned=1)
     scene.controller.client_left(tracked, scene.at, "eof")
     scene.at += 6.0
     assert scene.said(unseen_everywhere(scene.controller, "probed", scene.at, (), scene.at)) == []
