@@ -64,7 +64,9 @@ class Bench:
         fields = {"temperature": 1.0} if sampled else {}
         exchange = await subject.ask(prompt, tokens=tokens, fields=fields)
         reply, request_id = exchange.reply, subject.id_of(exchange)
-        tracked = subject.gateway.controller.tracked[request_id]
+        tracked = subject.gateway.controller.tracked.get(request_id)
+        if tracked is None:  # closed before it could be looked up
+            return await self.take_off(prompt, tokens=tokens * 2, sampled=sampled)
         await subject.through.wait(lambda: reply.events >= _CUT_EVENTS or reply.ended, subject.shape.patience_seconds)
         verdict = self.way.can(tracked)
         if verdict.exactness is not Exactness.EXACT:
